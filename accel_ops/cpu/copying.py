@@ -1,0 +1,179 @@
+"""One array into a part of another: cut into pieces, and a kernel chosen for each.
+
+A piece covers about a mebibyte of the output. How an array is cut follows from shapes, strides and dtypes
+alone; what a kernel cannot do is left to NumPy, which does it slower and with the same result.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from accel_ops.cpu import cast_kernels, copy_kernels
+from accel_ops.cpu.floating_point import call_in_default_environment
+from accel_ops.cpu.memory import is_plain
+
+__all__ = ["PIECE_BYTES", "copy_runs", "pieces"]
+
+Array = np.ndarray[Any, Any]
+Piece = Callable[[], object]
+
+PIECE_BYTES = 1 << 20  # about 60 us of copying: 20 times what taking it costs, and few of them end a call late
+_RUN_BYTES = 2 << 10  # a transposed input is read in runs of at least this, which the prefetcher needs
+_KERNEL_BLOCK_BYTES = 16 << 10  # a kernel call on less than this costs more than NumPy's loop does
+
+
+def pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
+    """Cut ``dst[...] = src`` (equal shapes, no overlap) into calls that may run in any order and at once.
+
+    ``stream`` says that the whole output is larger than the caches.
+    """
+    order = sorted(range(dst.ndim), key=lambda axis: -abs(dst.strides[axis]))
+    dst, src = dst.transpose(order), src.transpose(order)
+    if dst.dtype != src.dtype or not is_plain(dst.dtype):
+        return [functools.partial(_cast, d, s, stream=stream) for d, s in _blocks(dst, src)]
+    if dst.flags.c_contiguous and src.flags.c_contiguous:
+        return _contiguous_pieces(dst, src, stream=stream)
+    return [functools.partial(_copy, d, s, stream=stream) for d, s in _blocks(dst, src)]
+
+
+def _contiguous_pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
+    kernel = copy_kernels.rows(stream=stream)
+    to, start, size = dst.ctypes.data, src.ctypes.data, dst.nbytes
+    return [
+        functools.partial(kernel, to + offset, start + offset, 1, min(PIECE_BYTES, size - offset), 0, 0)
+        for offset in range(0, size, PIECE_BYTES)
+    ]
+
+
+def copy_runs(start: int, arrays: Sequence[Array], *, stream: bool) -> None:
+    """Copy contiguous arrays one after the other to an address, in one call without the GIL."""
+    sizes = [array.nbytes for array in arrays]
+    table = np.empty((3, len(arrays)), np.int64)
+    table[0] = list(itertools.accumulate(sizes[:-1], initial=start))
+    table[1] = [array.ctypes.data for array in arrays]
+    table[2] = sizes
+    dst, src, size = (table.ctypes.data + row * table.strides[0] for row in range(3))
+    copy_kernels.segments(stream=stream)(dst, src, size, len(arrays))
+
+
+def _blocks(dst: Array, src: Array) -> Iterator[tuple[Array, Array]]:
+    """Cut both arrays alike into blocks of about PIECE_BYTES of the output.
+
+    Axes along which neither array is contiguous are cut first. Of the two that remain where the input is
+    transposed, both keep a length that makes a run of _RUN_BYTES.
+    """
+    if dst.nbytes <= PIECE_BYTES:
+        yield dst, src
+        return
+    item_bytes = src.itemsize
+    inner = {dst.ndim - 1} | {axis for axis in range(src.ndim) if src.strides[axis] == item_bytes}
+    shortest = max(1, _RUN_BYTES // item_bytes) if len(inner) > 1 else 1
+    order = [(axis, 1) for axis in range(dst.ndim) if axis not in inner]
+    order += [(axis, shortest) for axis in sorted(inner)]
+    yield from _cut(dst, src, order)
+
+
+def _cut(dst: Array, src: Array, order: Sequence[tuple[int, int]]) -> Iterator[tuple[Array, Array]]:
+    if dst.nbytes <= PIECE_BYTES or not order:
+        yield dst, src
+        return
+    (axis, shortest), *others = order
+    length = dst.shape[axis]
+    step = max(shortest, PIECE_BYTES * length // dst.nbytes)
+    for start in range(0, length, step):
+        part = (slice(None),) * axis + (slice(start, start + step),)
+        yield from _cut(dst[part], src[part], others)
+
+
+def _copy(dst: Array, src: Array, *, stream: bool) -> None:
+    """Copy a block between arrays of one dtype, by a kernel where there is one for its layout."""
+    if not _copy_by_kernel(dst, src, stream=stream):
+        np.copyto(dst, src, casting="no")
+
+
+def _copy_by_kernel(dst: Array, src: Array, *, stream: bool) -> bool:
+    item_bytes = dst.itemsize
+    shape, dst_strides, src_strides = _merged(dst, src)
+    if not shape or dst_strides[-1] != item_bytes:
+        return False
+    last = len(shape) - 1
+    if src_strides[last] == item_bytes:
+        inner = [last - 1, last] if last else [last]
+        n_rows, dst_stride, src_stride = (
+            (shape[last - 1], dst_strides[last - 1], src_strides[last - 1]) if last else (1, 0, 0)
+        )
+        kernel: Any = copy_kernels.rows(stream=stream)
+        sizes: tuple[int, ...] = (n_rows, shape[last] * item_bytes, dst_stride, src_stride)
+    elif item_bytes in src_strides and item_bytes in copy_kernels.TRANSPOSED_ITEM_BYTES:
+        other = src_strides.index(item_bytes)
+        inner = [other, last]
+        kernel, sizes = _transposing_kernel(
+            item_bytes, shape[other], shape[last], dst_strides[other], src_strides[last]
+        )
+    else:
+        return False
+    outer = [axis for axis in range(len(shape)) if axis not in inner]
+    block_bytes = item_bytes * int(np.prod([shape[axis] for axis in inner]))
+    if outer and block_bytes < _KERNEL_BLOCK_BYTES:
+        return False
+    to, start = dst.ctypes.data, src.ctypes.data
+    for index in itertools.product(*(range(shape[axis]) for axis in outer)):
+        to_offset = sum(i * dst_strides[axis] for i, axis in zip(index, outer, strict=True))
+        offset = sum(i * src_strides[axis] for i, axis in zip(index, outer, strict=True))
+        kernel(to + to_offset, start + offset, *sizes)
+    return True
+
+
+def _transposing_kernel(
+    item_bytes: int, n_rows: int, n_columns: int, dst_stride: int, src_stride: int
+) -> tuple[Any, tuple[int, ...]]:
+    """Choose between whole tiles and few interleaved channels; return the kernel and its last arguments."""
+    if 1 < n_rows <= copy_kernels.MAX_CHANNELS and src_stride == n_rows * item_bytes:
+        return copy_kernels.deinterleave(item_bytes, n_rows), (n_columns, dst_stride)
+    if 1 < n_columns <= copy_kernels.MAX_CHANNELS and dst_stride == n_columns * item_bytes:
+        return copy_kernels.interleave(item_bytes, n_columns), (n_rows, src_stride)
+    return copy_kernels.transpose(item_bytes), (n_rows, n_columns, dst_stride, src_stride)
+
+
+def _merged(dst: Array, src: Array) -> tuple[list[int], list[int], list[int]]:
+    """Return shape and strides without axes of length 1 and with neighbours joined where both arrays allow."""
+    shape: list[int] = []
+    dst_strides: list[int] = []
+    src_strides: list[int] = []
+    for length, to, start in zip(dst.shape, dst.strides, src.strides, strict=True):
+        if length == 1:
+            continue
+        if shape and dst_strides[-1] == to * length and src_strides[-1] == start * length:
+            shape[-1] *= length
+            dst_strides[-1], src_strides[-1] = to, start
+        else:
+            shape.append(length)
+            dst_strides.append(to)
+            src_strides.append(start)
+    return shape, dst_strides, src_strides
+
+
+def _cast(dst: Array, src: Array, *, stream: bool) -> None:
+    """Convert a block to another dtype. That the cast is allowed has been checked."""
+    call_in_default_environment(functools.partial(_convert, dst, src, stream=stream))
+
+
+def _convert(dst: Array, src: Array, *, stream: bool) -> None:
+    stream = stream and dst.ctypes.data % dst.itemsize == 0
+    kernel = cast_kernels.cast_kernel(src.dtype, dst.dtype, stream=stream)
+    if kernel is None or not dst.flags.c_contiguous:
+        np.copyto(dst, src, casting="unsafe")
+        return
+    if not src.flags.c_contiguous:
+        packed = np.empty(src.shape, src.dtype)
+        _copy(packed, src, stream=False)
+        src = packed
+    flags = kernel(dst.ctypes.data, src.ctypes.data, dst.size)
+    # NumPy itself reports what a kernel has seen, so that it follows the caller's errstate.
+    if flags & cast_kernels.OVERFLOW:
+        np.array(np.finfo(src.dtype).max).astype(dst.dtype)
+    if flags & cast_kernels.UNDERFLOW:
+        np.array(np.finfo(src.dtype).tiny).astype(dst.dtype)
