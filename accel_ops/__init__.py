@@ -1,10 +1,48 @@
 """accel_ops: stage batches at the speed of memory, and compute the same bits every time."""
 
 from accel_ops import threadpools
+from accel_ops.batches import Batch, batch
 from accel_ops.budget import ThreadInfo, get_num_threads, set_num_threads, thread_info, threads
 from accel_ops.cpu.memory import HostMemoryInfo, host_memory_info, release_host_memory
+from accel_ops.errors import (
+    AccelOpsError,
+    BackendUnavailableError,
+    DTypeMismatchError,
+    HostMemoryWarning,
+    ShapeMismatchError,
+    ShutdownError,
+    ThreadingWarning,
+    UnfilledSlotError,
+    UnsupportedArrayError,
+)
+from accel_ops.parallel_array_ops import ParallelArrayOps
 from accel_ops.staging import concatenate, stack
 
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "AccelOpsError",
+    "BackendUnavailableError",
+    "Batch",
+    "DTypeMismatchError",
+    "HostMemoryInfo",
+    "HostMemoryWarning",
+    "ParallelArrayOps",
+    "ShapeMismatchError",
+    "ShutdownError",
+    "ThreadInfo",
+    "ThreadingWarning",
+    "UnfilledSlotError",
+    "UnsupportedArrayError",
+    "batch",
+    "concatenate",
+    "get_num_threads",
+    "host_memory_info",
+    "release_host_memory",
+    "set_num_threads",
+    "stack",
+    "thread_info",
+    "threads",
+]
 
 threadpools.register()

@@ -41,10 +41,11 @@ def _device_name(accelerator: object) -> str:
     elif isinstance(accelerator, int) and not isinstance(accelerator, bool) and accelerator >= 0:
         return f"cuda:{accelerator}"
     elif type(accelerator).__module__.partition(".")[0] in ("torch", "cupy"):
-        device: Any = accelerator  # torch.device has type and index, cupy.cuda.Device has id
-        kind = getattr(device, "type", "cuda")
-        index = getattr(device, "index", getattr(device, "id", 0)) or 0
-        return "cpu" if kind == "cpu" else f"{kind}:{index}"
+        device: Any = accelerator
+        if hasattr(device, "type"):  # torch.device, whose index may be None
+            return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+        if hasattr(device, "id"):  # cupy.cuda.Device
+            return f"cuda:{device.id}"
     msg = (
         f"accelerator must be None, 'cpu', 'cuda', 'cuda:<index>', an index of 0 or more, a torch.device or a "
         f"cupy.cuda.Device, got {accelerator!r}; pass None for plain host memory"

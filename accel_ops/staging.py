@@ -103,7 +103,13 @@ def concatenate(
         if result is not None:
             return result
     return join(
-        arrays, axis, out=out, dtype=dtype, casting=casting, min_chunk_size_mb=min_chunk_size_mb, name="concatenate"
+        arrays,
+        axis,
+        out=out,
+        dtype=dtype,
+        casting=casting,
+        min_chunk_size_mb=min_chunk_size_mb,
+        name="concatenate",
     )
 
 
@@ -154,7 +160,7 @@ def stack(
     (2, 3, 4, 5)
     """
     dispatch.require_host(accelerator)
-    inputs = [_as_array(array, "stack") for array in arrays]
+    inputs = [as_array(array, "stack") for array in arrays]
     if not inputs:
         msg = "stack needs at least one array, got none; pass a non-empty iterable of arrays"
         raise ValueError(msg)
@@ -192,7 +198,7 @@ def join(
 ) -> Array:
     """Validate, allocate and delegate; what `concatenate`, `stack` and `ParallelArrayOps` share."""
     min_chunk_bytes = chunk_bytes(min_chunk_size_mb)
-    inputs = [_as_array(array, name) for array in arrays]
+    inputs = [as_array(array, name) for array in arrays]
     if not inputs:
         msg = f"{name} needs at least one array, got none; pass a non-empty iterable of arrays"
         raise ValueError(msg)
@@ -203,13 +209,13 @@ def join(
         if not isinstance(out, np.ndarray):
             msg = f"`out` must be an ndarray, got {type(out).__name__}; allocate one of the result's shape and dtype"
             raise TypeError(msg)
-        _as_array(out, name)
+        as_array(out, name)
     position = None if axis is None else normalize_axis(axis, inputs[0].ndim)
     shape = _joined_shape(inputs, position, name)
     result_dtype = _joined_dtype(inputs, dtype, name) if out is None else out.dtype
     if out is not None and dtype is None:
         _joined_dtype(inputs, None, name)
-    _check_casts(inputs, result_dtype, casting)
+    check_casts(inputs, result_dtype, casting)
 
     if out is None:
         result = memory.empty(shape, result_dtype)
@@ -287,7 +293,7 @@ def chunk_bytes(min_chunk_size_mb: float | None) -> int:
     return 0 if math.isinf(min_chunk_size_mb) else int(min_chunk_size_mb * _BYTES_PER_MEBIBYTE)
 
 
-def _as_array(value: Any, name: str) -> Array:
+def as_array(value: Any, name: str) -> Array:
     """Return an ndarray, or a subclass that loses nothing in a join."""
     if type(value) is np.ndarray:
         return value
@@ -352,17 +358,13 @@ def _joinable(first: np.dtype[Any], second: np.dtype[Any]) -> bool:
     if first == second:
         return True
     if first.names is not None and second.names is not None:
-        return first.names == second.names and all(
-            _joinable(first[field], second[field]) for field in first.names
-        )
+        return first.names == second.names and all(_joinable(first[field], second[field]) for field in first.names)
     if first.subdtype is not None and second.subdtype is not None:
         return first.shape == second.shape and _joinable(first.base, second.base)
-    return first.kind == second.kind and (
-        first.kind in "SUMm" or first.newbyteorder("=") == second.newbyteorder("=")
-    )
+    return first.kind == second.kind and (first.kind in "SUMm" or first.newbyteorder("=") == second.newbyteorder("="))
 
 
-def _check_casts(arrays: Sequence[Array], dtype: np.dtype[Any], casting: Any) -> None:
+def check_casts(arrays: Sequence[Array], dtype: np.dtype[Any], casting: Any) -> None:
     if casting not in ("no", "equiv", "safe", "same_kind", "unsafe"):
         msg = f"`casting` must be one of 'no', 'equiv', 'safe', 'same_kind' or 'unsafe', got {casting!r}"
         raise ValueError(msg)

@@ -10,10 +10,28 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from accel_ops.cpu.emit import CACHE_LINE_BYTES, fence, for_range, gather, integer, load, memcpy, store, vector_type
+from accel_ops.cpu.emit import (
+    CACHE_LINE_BYTES,
+    fence,
+    for_range,
+    gather,
+    integer,
+    load,
+    memcpy,
+    store,
+    vector_type,
+)
 from accel_ops.cpu.native import Kernel, compile_kernel
 
-__all__ = ["MAX_CHANNELS", "TRANSPOSED_ITEM_BYTES", "deinterleave", "interleave", "rows", "segments", "transpose"]
+__all__ = [
+    "MAX_CHANNELS",
+    "TRANSPOSED_ITEM_BYTES",
+    "deinterleave",
+    "interleave",
+    "rows",
+    "segments",
+    "transpose",
+]
 
 _STREAMED_ROW_BYTES = 4 * CACHE_LINE_BYTES  # a shorter row may lie in partial lines for the most part
 _SIDES = {1: 32, 2: 32, 4: 16, 8: 8, 16: 4}  # of a tile, by bytes per item: a tile fits the vector registers
@@ -112,9 +130,9 @@ def transpose(item_bytes: int) -> Kernel:
             return _at(builder, src, column, src_stride, row, item_bytes)
 
         def copy_items(row_start: Any, row_stop: Any, column_start: Any, column_stop: Any) -> None:
-            with for_range(builder, row_stop, start=row_start) as row:
-                with for_range(builder, column_stop, start=column_start) as column:
-                    store(builder, load(builder, src_at(row, column), item), dst_at(row, column))
+            loop = functools.partial(for_range, builder)
+            with loop(row_stop, start=row_start) as row, loop(column_stop, start=column_start) as column:
+                store(builder, load(builder, src_at(row, column), item), dst_at(row, column))
 
         whole_rows = builder.and_(n_rows, integer(-side))
         whole_columns = builder.and_(n_columns, integer(-side))

@@ -8,6 +8,7 @@ ctypes, which releases the GIL.
 
 import ctypes
 import functools
+import itertools
 import mmap
 import threading
 from collections.abc import Callable
@@ -24,6 +25,8 @@ _RESERVE_BYTES = 256 << 20
 
 Kernel = Callable[..., int]
 
+_serial = itertools.count()
+
 
 def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) -> Kernel:
     """Compile one function of 64-bit integers (addresses, sizes, strides) and return it.
@@ -31,11 +34,12 @@ def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) ->
     ``build(builder)`` writes the body of ``int64 name(int64, ...)`` and returns what it returns. The callable
     that is returned trusts its arguments.
     """
-    import llvmlite.binding as llvm
-    from llvmlite import ir
+    with COMPILE_LOCK:  # around the imports too: a child could wait for ever for one that was half done
+        import llvmlite.binding as llvm
+        from llvmlite import ir
 
-    with COMPILE_LOCK:
         _check_address_space()
+        name = f"{name}_{next(_serial)}"  # two threads may compile the same kernel, one after the other
         int64 = ir.IntType(64)
         module = ir.Module(name)
         module.triple = llvm.get_process_triple()
@@ -52,7 +56,8 @@ def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) ->
 
 def host_has(feature: str) -> bool:
     """Return whether this machine's CPU has a feature, by LLVM's name for it."""
-    import llvmlite.binding as llvm
+    with COMPILE_LOCK:
+        import llvmlite.binding as llvm
 
     return bool(llvm.get_host_cpu_features().get(feature, False))
 

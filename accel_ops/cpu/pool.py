@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from accel_ops.cpu.floating_point import reset_floating_point_environment
 
-__all__ = ["Call", "is_inside_call", "run", "size"]
+__all__ = ["Call", "CallCancelledError", "is_inside_call", "run", "size"]
 
 # A wait that is not a signal handler's business still looks up this often, because an exception set from
 # another thread (PyThreadState_SetAsyncExc) does not end a wait for a lock.
@@ -73,9 +73,15 @@ def run(
     ------
     Exception
         What the piece of the lowest index raised, after which nothing of the call is running any more.
+    CallCancelledError
+        ``call`` was cancelled.
     """
     call = Call() if call is None else call
     call.run(function, n_pieces, workers, workers if budget is None else budget, tasks)
+
+
+class CallCancelledError(Exception):
+    """The owner of a Call cancelled it before its last piece had begun."""
 
 
 class Call:
@@ -93,7 +99,7 @@ class Call:
         self._finished: list[int] = []
 
     def cancel(self) -> None:
-        """Let no further piece begin; the call then raises nothing by itself and returns early."""
+        """Let no further piece begin; the call raises CallCancelledError unless all of them have been run."""
         self.cancelled = True
 
     def run(
@@ -134,6 +140,8 @@ class Call:
                 raise failures[min(failures)]
             finally:
                 del failures  # the traceback holds this frame, which would hold the failure
+        if len(self._finished) < len(self._ranges):
+            raise CallCancelledError
 
     def help(self) -> None:
         """Take tasks as a worker thread, if there is a ticket left for one."""

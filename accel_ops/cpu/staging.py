@@ -39,13 +39,8 @@ def join(
     """Write the arrays, joined along an axis, into ``out``, which overlaps none of them. See `concatenate`."""
     plain = is_plain(out.dtype) and all(is_plain(array.dtype) for array in arrays)
     if out.nbytes < SMALL_BYTES or not plain:
-        if call is not None and call.cancelled:
-            return
-        join_on_caller = functools.partial(np.concatenate, arrays, axis, out=out, casting=casting)
-        if all(array.dtype == out.dtype for array in arrays):
-            join_on_caller()
-        else:
-            call_in_default_environment(join_on_caller)
+        on_caller = functools.partial(np.concatenate, arrays, axis, out=out, casting=casting)
+        pool.run(lambda _piece: call_in_default_environment(on_caller), 1, workers=1, call=call)
         return
     plan = _Plan(out, axis, min_chunk_bytes)
     for array in arrays:

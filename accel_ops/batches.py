@@ -1,0 +1,181 @@
+"""A batch that its producers fill in place, which saves the copy that a join is."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from accel_ops import dispatch
+from accel_ops.cpu import memory
+from accel_ops.cpu import staging as cpu
+from accel_ops.errors import ShapeMismatchError, UnfilledSlotError
+from accel_ops.staging import as_array, check_casts, normalize_axis
+
+__all__ = ["Batch", "batch"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Batch:
+    """One output array and a writable view of it for each input. Made by `batch`.
+
+    Attributes
+    ----------
+    array : ndarray
+        The whole, C-ordered.
+    slots : tuple of ndarray
+        The part of ``array`` that belongs to each input, in order. After writing into one, call `filled`.
+    """
+
+    def __init__(self, array: Array, slots: Sequence[Array]) -> None:
+        self.array = array
+        self.slots = tuple(slots)
+        self._unfilled = dict.fromkeys(range(len(self.slots)))  # single operations on a dict are atomic
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __setitem__(self, index: SupportsIndex, value: ArrayLike) -> None:
+        """Write a value of exactly the slot's shape into a slot and mark it as filled. Safe from many threads.
+
+        Raises
+        ------
+        IndexError
+            There is no such slot.
+        ShapeMismatchError
+            The shape is not the slot's: nothing is broadcast.
+        TypeError
+            The value's dtype cannot be cast under casting="same_kind".
+        """
+        position = self._position(index)
+        slot, source = self.slots[position], as_array(value, "a batch")
+        if source.shape != slot.shape:
+            msg = (
+                f"slot {position} has shape {slot.shape} and takes a value of exactly that shape, got {source.shape}; "
+                f"reshape, crop or pad the value, or write into batch.slots[{position}] yourself"
+            )
+            raise ShapeMismatchError(msg)
+        check_casts([source], slot.dtype, "same_kind")
+        source = source.view(np.ndarray)
+        cpu.fill(slot, source.copy() if np.may_share_memory(slot, source) else source)
+        self.filled(position)
+
+    def filled(self, index: SupportsIndex) -> None:
+        """Say that a slot has been written."""
+        self._unfilled.pop(self._position(index), None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Check that each slot has been filled, unless an exception is on its way already."""
+        missing = sorted(self._unfilled)
+        if kind is None and missing:
+            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+            msg = (
+                f"each slot must be filled before the batch is left, but {len(missing)} of {len(self)} are not: "
+                f"{shown}; assign batch[i] = x, or call batch.filled(i) after writing into batch.slots[i]"
+            )
+            raise UnfilledSlotError(msg)
+
+    def _position(self, index: SupportsIndex) -> int:
+        try:
+            return range(len(self.slots))[index]
+        except IndexError:
+            msg = f"the batch has slots 0 to {len(self) - 1}, got {index!r}; pass one of them"
+            raise IndexError(msg) from None
+
+
+def batch(
+    shapes: Iterable[SupportsIndex | Iterable[SupportsIndex]],
+    dtype: DTypeLike,
+    axis: SupportsIndex = 0,
+    accelerator: object = None,
+) -> Batch:
+    """Allocate one array for inputs of known shapes, and give each its part to write into.
+
+    Parameters
+    ----------
+    shapes : iterable of shapes
+        One per input, as for `numpy.empty`; equal but for the axis.
+    dtype : dtype_like
+        The dtype of the whole.
+    axis : int, default 0
+        The axis along which the inputs follow one another.
+    accelerator : None or "cpu" or device, default None
+        Whose pinned memory the whole shall lie in; None and "cpu" mean plain host memory.
+
+    Returns
+    -------
+    Batch
+        A context manager. ``b.slots[i]`` is the writable view of input i and ``b.array`` the whole;
+        ``b[i] = x`` checks the shape, copies and marks the slot as filled; after writing into ``b.slots[i]``
+        call ``b.filled(i)``. Leaving the block with a slot unfilled raises UnfilledSlotError.
+
+    Raises
+    ------
+    ShapeMismatchError
+        The shapes do not fit together. It is a ValueError.
+    UnfilledSlotError
+        On leaving the block. It is a RuntimeError.
+    numpy.exceptions.AxisError
+        The axis is out of range.
+    BackendUnavailableError
+        The accelerator is not there. It is a RuntimeError.
+    ValueError
+        No shapes, a 0-d or a negative one.
+
+    Notes
+    -----
+    *Threads:* slots do not overlap, so producers in many threads may fill one batch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import accel_ops as ops
+    >>> with ops.batch([(2, 3), (1, 3)], np.float32) as b:
+    ...     b[0] = np.zeros((2, 3), np.float32)
+    ...     b.slots[1][...] = 7
+    ...     b.filled(1)
+    >>> b.array.shape
+    (3, 3)
+    """
+    dispatch.require_host(accelerator)
+    sizes = [_as_shape(shape) for shape in shapes]
+    if not sizes:
+        msg = "a batch needs at least one shape, got none; pass a non-empty iterable of shapes"
+        raise ValueError(msg)
+    first = sizes[0]
+    position = normalize_axis(axis, len(first))
+    for index, shape in enumerate(sizes):
+        if len(shape) != len(first) or _without(shape, position) != _without(first, position):
+            msg = (
+                f"shapes of a batch must be equal but for axis {position}, got {first} for input 0 and {shape} for "
+                f"input {index}; make one batch for each kind of shape, or pad"
+            )
+            raise ShapeMismatchError(msg)
+    length = sum(shape[position] for shape in sizes)
+    whole = memory.empty((*first[:position], length, *first[position + 1 :]), np.dtype(dtype))
+    slots, start = [], 0
+    for shape in sizes:
+        stop = start + shape[position]
+        slots.append(whole[(*(slice(None),) * position, slice(start, stop))])
+        start = stop
+    return Batch(whole, slots)
+
+
+def _as_shape(shape: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
+    lengths = tuple(operator.index(length) for length in (shape if isinstance(shape, Iterable) else (shape,)))
+    if any(length < 0 for length in lengths):
+        msg = f"a shape must have lengths of 0 or more, got {lengths}; pass the shape of the input"
+        raise ValueError(msg)
+    return lengths
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]
