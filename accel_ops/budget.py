@@ -17,19 +17,15 @@ import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, ParamSpec, SupportsIndex, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
 from accel_ops import limits
+from accel_ops.environment import LARGEST_ACCEPTED, MAX_THREADS, Environment, interpreted
 from accel_ops.errors import ThreadingWarning
 
 __all__ = ["ThreadInfo", "get_num_threads", "set_num_threads", "thread_info", "threads"]
-
-VARIABLES: Final = ("ACCEL_OPS_NUM_THREADS", "NUMBA_NUM_THREADS", "OMP_NUM_THREADS")
-# More threads than any host has CPUs; a larger number asks for "all" and must not become a thread count.
-MAX_THREADS: Final = 65_535
-_LARGEST_ACCEPTED: Final = 2**63 - 1
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -65,19 +61,10 @@ class Ceiling(NamedTuple):
     """The budget at that moment without any ceiling."""
 
 
-class _Environment(NamedTuple):
-    """What the variables said when they were read."""
-
-    num_threads: int | None
-    source: str
-    report: dict[str, tuple[str | None, str]]
-    warnings: list[str]
-
-
 _open_blocks: ContextVar[tuple["_ThreadsBlock", ...]] = ContextVar("accel_ops_open_blocks", default=())
 _set_by_call: int | None = None
-_environment: _Environment | None = None
-_environment_claim: dict[str, _Environment] = {}
+_environment: Environment | None = None
+_environment_claim: dict[str, Environment] = {}
 # By serial number, in the order of placing: the last one decides.
 _ceilings: dict[int, Ceiling] = {}
 
@@ -316,12 +303,12 @@ def _before_ceiling() -> tuple[int, str]:
     return limits.available_cpus(), "available CPUs"
 
 
-def _read_environment() -> _Environment:
+def _read_environment() -> Environment:
     """Return what the variables say; they are read, and warned about, once."""
     global _environment
     if _environment is not None:
         return _environment
-    environment = _interpreted(os.environ, limits.available_cpus())
+    environment = interpreted(os.environ, limits.available_cpus())
     # Threads that come here at the same moment read the same; one of them gives the warnings.
     if _environment_claim.setdefault("claim", environment) is environment:
         try:
@@ -335,51 +322,6 @@ def _read_environment() -> _Environment:
     return environment
 
 
-def _interpreted(variables: Mapping[str, str], cpus: int) -> _Environment:
-    """Make a number, or words why there is none, of each variable; the first number decides."""
-    num_threads: int | None = None
-    source = ""
-    report: dict[str, tuple[str | None, str]] = {}
-    messages: list[str] = []
-    for name in VARIABLES:
-        text = variables.get(name)
-        number, words = _number_in(name, text)
-        if source:
-            words += f"; {source} comes first" if words != "not set" else ""
-        elif number is not None:
-            num_threads, source = number, name
-            if number > cpus:
-                messages.append(
-                    f"{name}={text!r} asks for more threads than the {cpus} CPUs that this process may use, "
-                    f"which is slower, not faster; unset it to use all {cpus}"
-                )
-        elif words.startswith("skipped"):
-            messages.append(f"{name}={text!r} is {words}; correct it or unset it")
-        report[name] = (text, words)
-    return _Environment(num_threads, source, report, messages)
-
-
-def _number_in(name: str, text: str | None) -> tuple[int | None, str]:
-    """Return the number that a variable's text stands for, or None, and that in words."""
-    if text is None:
-        return None, "not set"
-    # OpenMP takes a list, one entry for each level of nesting.
-    entry = (text.partition(",")[0] if name == "OMP_NUM_THREADS" else text).strip()
-    if not entry:
-        return None, "empty, which means not set"
-    digits = entry.lstrip("0")
-    # int() would take signs, underscores and digits of other scripts; and refuse very long text.
-    plain = entry.isascii() and entry.isdigit() and len(digits) <= 19
-    if not plain or int(digits or "0") > _LARGEST_ACCEPTED:
-        return None, "skipped: not a whole number in plain digits, at most 2**63-1"
-    if not digits:
-        return None, "0, which means not set"
-    number = int(digits)
-    if number > MAX_THREADS:
-        return MAX_THREADS, f"{MAX_THREADS} threads, the most there can be"
-    return number, f"{number} thread{'s' if number > 1 else ''}"
-
-
 def _validated(n: object, cure: str) -> int:
     """Return the thread count that the argument stands for."""
     if not isinstance(n, bool | np.bool):
@@ -388,7 +330,7 @@ def _validated(n: object, cure: str) -> int:
         except TypeError:
             pass
         else:
-            if 1 <= number <= _LARGEST_ACCEPTED:
+            if 1 <= number <= LARGEST_ACCEPTED:
                 return min(number, MAX_THREADS)
     # repr() refuses very long integers.
     long = isinstance(n, int) and n.bit_length() > 128

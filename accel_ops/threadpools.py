@@ -17,6 +17,7 @@ from typing import SupportsIndex
 import threadpoolctl
 
 from accel_ops import budget
+from accel_ops.environment import MAX_THREADS
 
 __all__ = ["register"]
 
@@ -79,7 +80,7 @@ class BudgetController(threadpoolctl.LibController):  # type: ignore[misc]  # th
         if isinstance(num_threads, ReportedBudget):
             _remove_ceilings_since(num_threads)
         else:
-            _place_ceiling(min(max(operator.index(num_threads), 1), budget.MAX_THREADS))
+            _place_ceiling(min(max(operator.index(num_threads), 1), MAX_THREADS))
 
 
 def register() -> None:

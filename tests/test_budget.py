@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from child_processes import run_child
 
-from accel_ops import budget, limits
+from accel_ops import budget, environment, limits
 from accel_ops.budget import get_num_threads, set_num_threads, thread_info, threads
 from accel_ops.errors import ThreadingWarning
 
-NAMES = budget.VARIABLES
+NAMES = environment.VARIABLES
 BAD = {
     "zero": 0,
     "negative": -1,
