@@ -30,9 +30,10 @@ from .contestants import CONTESTANTS, LIBRARIES
 from .report import Measurement, Results, ceiling_lines, goal_lines, plot, table_lines, write_csv
 from .worker import serve
 
-# Two samples in each of 15 rounds are a median of 30.
-ROUNDS = 15
-SAMPLES_PER_ROUND = 2
+# Two samples in each of 15 rounds are a median of 30. Beside a busy neighbour the same 30 come in longer
+# runs: a process that has just slept is favoured by the scheduler, and contention shows after that.
+ROUNDS, SAMPLES_PER_ROUND = 15, 2
+BUSY_ROUNDS, BUSY_SAMPLES_PER_ROUND = 3, 10
 # Longer than OpenMP's threads spin after their last work (10 ms measured with torch 2.13).
 SETTLE_S = 0.025
 # A peer that does not answer for so long is taken to hang, and the others go on without it.
@@ -130,13 +131,15 @@ def start_workers() -> tuple[dict[str, Worker], list[str]]:
     return {name: workers[name] for name in LIBRARIES if name in workers}, absent
 
 
-def measure_rounds(results: Results, row: Row, workers: dict[str, Worker], rounds: int, load: str) -> None:
+def measure_rounds(
+    results: Results, row: Row, workers: dict[str, Worker], rounds: int, n_samples: int, load: str
+) -> None:
     running = [c for c in CONTESTANTS if (row.name, *c, load) in results.measurements]
     for _ in range(rounds):
         for library, mode in list(running):
             time.sleep(SETTLE_S)
             try:
-                samples = workers[library].ask("measure", mode, SAMPLES_PER_ROUND)
+                samples = workers[library].ask("measure", mode, n_samples)
             except PeerError as error:
                 results.failures.append(f"{row.name}: {error}")
                 running.remove((library, mode))
@@ -144,7 +147,9 @@ def measure_rounds(results: Results, row: Row, workers: dict[str, Worker], round
             results.measurements[row.name, library, mode, load].samples.extend(samples)
 
 
-def measure_row(results: Results, row: Row, workers: dict[str, Worker], rounds: int, busy: bool) -> None:
+def measure_row(
+    results: Results, row: Row, workers: dict[str, Worker], rounds: int, n_samples: int, busy: bool
+) -> None:
     for library, worker in workers.items():
         try:
             prepared = worker.ask("prepare", row.name)
@@ -155,10 +160,10 @@ def measure_row(results: Results, row: Row, workers: dict[str, Worker], rounds: 
             for load in ("quiet", "busy") if busy else ("quiet",):
                 key = (row.name, library, mode, load)
                 results.measurements[key] = Measurement(prepared["bytes"], repeats)
-    measure_rounds(results, row, workers, rounds, "quiet")
+    measure_rounds(results, row, workers, rounds, n_samples, "quiet")
     if busy:
         with busy_neighbour():
-            measure_rounds(results, row, workers, rounds, "busy")
+            measure_rounds(results, row, workers, rounds, n_samples, "busy")
     for worker in workers.values():
         with contextlib.suppress(PeerError):  # its failure has been noted already
             worker.ask("drop")
@@ -168,9 +173,7 @@ def machine_lines(workers: dict[str, Worker]) -> Iterator[str]:
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
-        )
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
     huge_pages = "unknown"
     with contextlib.suppress(OSError):
         huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
@@ -184,12 +187,12 @@ def machine_lines(workers: dict[str, Worker]) -> Iterator[str]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.compare", description="accel_ops beside its peers")
     names = [row.name for rows in FAMILIES.values() for row in rows]
-    per_round = f"{SAMPLES_PER_ROUND} samples each (%(default)s)"
+    rounds = f"{ROUNDS} of {SAMPLES_PER_ROUND} samples, with --busy {BUSY_ROUNDS} of {BUSY_SAMPLES_PER_ROUND}"
     output = Path("benchmarks/results")
     add = parser.add_argument
     add("--rows", nargs="+", choices=names, default=names, metavar="ROW", help=", ".join(names))
     add("--only", choices=list(FAMILIES), help="measure one family of operations")
-    add("--rounds", type=int, default=ROUNDS, help=per_round)
+    add("--rounds", type=int, help=rounds)
     add("--busy", action="store_true", help="again with another process busy on one core")
     add("--output", type=Path, default=output, help="folder of the CSV, the plot and the table (%(default)s)")
     return parser.parse_args()
@@ -199,6 +202,8 @@ def main() -> int:
     arguments = parse_arguments()
     families = [arguments.only] if arguments.only else list(FAMILIES)
     rows = [row for family in families for row in FAMILIES[family] if row.name in arguments.rows]
+    n_samples = BUSY_SAMPLES_PER_ROUND if arguments.busy else SAMPLES_PER_ROUND
+    n_rounds = arguments.rounds or (BUSY_ROUNDS if arguments.busy else ROUNDS)
     results = Results(rows)
     workers, absent = start_workers()
     facts = list(machine_lines(workers))
@@ -208,19 +213,22 @@ def main() -> int:
     try:
         for row in rows:
             print(f"measuring {row.name}", file=sys.stderr, flush=True)
-            measure_row(results, row, workers, arguments.rounds, arguments.busy)
+            measure_row(results, row, workers, n_rounds, n_samples, arguments.busy)
     finally:
         for worker in workers.values():
             worker.stop()
-    print(f"\n{arguments.rounds} rounds of {SAMPLES_PER_ROUND} samples; medians, quartiles of the samples")
-    print("\n".join(table_lines(results)), end="\n\n")
-    print("\n".join(ceiling_lines(results)), end="\n\n")
-    print("\n".join(goal_lines(results)))
+    lines = [
+        *(f"{n_rounds} rounds of {n_samples} samples; medians, and quartiles of the samples", ""),
+        *(*table_lines(results), ""),
+        *(*ceiling_lines(results), ""),
+        *goal_lines(results),
+    ]
+    print("\n".join(["", *lines]))
     arguments.output.mkdir(parents=True, exist_ok=True)
     name = "contention" if arguments.busy else "comparison"
     write_csv(results, arguments.output / f"{name}.csv")
     plot(results, arguments.output / f"{name}.png", facts[0].split(";")[0])
-    (arguments.output / f"{name}.txt").write_text("\n".join([*facts, "", *table_lines(results), ""]))
+    (arguments.output / f"{name}.txt").write_text("\n".join([*facts, *lines, ""]))
     print(f"written: {arguments.output}/{name}.csv, .png, .txt")
     for failure in results.failures:
         print(f"FAILED {failure}", file=sys.stderr)

@@ -69,9 +69,7 @@ def same_bytes(result: np.ndarray, expected: np.ndarray) -> bool:
         return False
     left, right = as_bytes(result), as_bytes(expected)
     pieces = range(0, left.size, COMPARED_BYTES)
-    return all(
-        np.array_equal(left[at : at + COMPARED_BYTES], right[at : at + COMPARED_BYTES]) for at in pieces
-    )
+    return all(np.array_equal(left[at : at + COMPARED_BYTES], right[at : at + COMPARED_BYTES]) for at in pieces)
 
 
 def start_serial(_n_threads: int) -> int:
@@ -172,9 +170,7 @@ def max_calls(row: Row, arrays: list[np.ndarray]) -> Calls:
         return {}
     parallel = ParallelArrayOps(max_workers=MAX_WORKERS)
     inputs = [np.expand_dims(array, row.axis) for array in arrays] if row.stacked else arrays
-    return {
-        "fresh": Call(lambda: parallel.concatenate(inputs, axis=row.axis), lambda buffer: buffer.to_numpy())
-    }
+    return {"fresh": Call(lambda: parallel.concatenate(inputs, axis=row.axis), lambda buffer: buffer.to_numpy())}
 
 
 def arrow_start(_n_threads: int) -> int:

@@ -144,10 +144,13 @@ def goals(results: Results, row: Row) -> Iterator[tuple[str, float | None, float
         yield "x NumPy fresh", results.ratio(row, ("NumPy", "fresh"), ours), row.fresh_goal, True
     if row.out_goal:
         yield "out= x NumPy out=", results.ratio(row, ("NumPy", "out="), ours_out), row.out_goal, True
-        against_torch = results.ratio(row, ours_out, ("torch.cat", "out="))
-        yield "out= time / torch out= time", against_torch, SLOWEST_AGAINST_TORCH_OUT, False
+        if row.out_goal > 1:
+            against_torch = results.ratio(row, ours_out, ("torch.cat", "out="))
+            yield "out= time / torch out= time", against_torch, SLOWEST_AGAINST_TORCH_OUT, False
     if row.microseconds_goal:
-        yield "microseconds", fresh.median * 1e6, row.microseconds_goal, False
+        for library, mode in (ours, ours_out):
+            found = results.get(row, library, mode)
+            yield f"{mode} microseconds", found and found.median * 1e6, row.microseconds_goal, False
     yield "x MAX", results.ratio(row, ("MAX", "fresh"), ours), 1.0, True
     if fresh.output_bytes >= ARROW_BYTES:
         yield "x Arrow", results.ratio(row, ("Arrow", "fresh"), ours), 1.0, True
@@ -224,9 +227,7 @@ def plot(results: Results, path: Path, subtitle: str) -> None:
         colour = "white" if ratio <= 2 * low else "black"
         axes.text(end, at, f" {ratio:.3g} ", va="center", ha=beside, color=colour, fontsize=6.5)
         seen.add(label)
-    axes.set(
-        xscale="log", xlim=(low, high), ylim=(place, -1.5), xlabel="times NumPy's speed with a fresh output"
-    )
+    axes.set(xscale="log", xlim=(low, high), ylim=(place, -1.5), xlabel="times NumPy's speed with a fresh output")
     axes.set_xticks(ticks := [0.1, 0.2, 0.5, 1, 2, 5, 10], [f"{tick:g}" for tick in ticks])
     axes.set_yticks([at for at, _ in names], [name for _, name in names])
     axes.axvline(1, color="black", linewidth=0.8)

@@ -67,9 +67,7 @@ def compare(what: str, make_requests: Callable[[], list], ours: Callable, numpys
         n_bytes = batch.nbytes
         del batch, expected  # a loader drops a batch once it has been sent
     our_median, numpy_median = statistics.median(our_seconds), statistics.median(numpy_seconds)
-    print(
-        f"{what}: {BATCHES} batches, {len(requests)} requests and {n_bytes / 1e6:.0f} MB each, NumPy's bytes"
-    )
+    print(f"{what}: {BATCHES} batches, {len(requests)} requests and {n_bytes / 1e6:.0f} MB each, NumPy's bytes")
     print(
         f"    accel_ops {n_bytes / our_median / 1e9:.1f} GB/s, NumPy {n_bytes / numpy_median / 1e9:.1f} GB/s:"
         f" {numpy_median / our_median:.1f} times as fast (medians; first batch {our_seconds[0] * 1e3:.0f} ms)"

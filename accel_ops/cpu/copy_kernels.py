@@ -18,6 +18,7 @@ from accel_ops.cpu.emit import (
     integer,
     load,
     memcpy,
+    minimum,
     store,
     vector_type,
 )
@@ -33,6 +34,8 @@ __all__ = [
     "transpose",
 ]
 
+_PANEL_RUN_BYTES = 2 << 10  # how much of a row of the input is read at once: enough for the prefetcher
+_GROUP_LINES = 8  # with a panel of rows this takes an eighth of a second-level cache
 _STREAMED_ROW_BYTES = 4 * CACHE_LINE_BYTES  # a shorter row may lie in partial lines for the most part
 _SIDES = {1: 32, 2: 32, 4: 16, 8: 8, 16: 4}  # of a tile, by bytes per item: a tile fits the vector registers
 TRANSPOSED_ITEM_BYTES = frozenset(_SIDES)
@@ -108,13 +111,16 @@ def _stream_lines(builder: Any, dst: Any, src: Any, n_lines: int) -> None:
 
 
 @functools.cache
-def transpose(item_bytes: int) -> Kernel:
+def transpose(item_bytes: int, *, stream: bool) -> Kernel:
     """Return ``copy(dst, src, n_rows, n_columns, dst_stride, src_stride)``: dst[i, j] = src[j, i].
 
-    A row of dst and a row of src are contiguous. A column of tiles is read before the next one, so that each
-    row of src is read in long runs.
+    A row of dst and a row of src are contiguous. Within a panel of rows, a column of tiles is read before the
+    next one, so that each row of src is read in long runs. When streaming, a group of such columns is collected
+    in the cache, and from there each row is stored in whole lines, wherever in a line it begins.
     """
     side = _SIDES[item_bytes]
+    stream = stream and side * item_bytes == CACHE_LINE_BYTES
+    panel_rows = _PANEL_RUN_BYTES // item_bytes
 
     def build(builder: Any) -> None:
         from llvmlite import ir
@@ -122,6 +128,7 @@ def transpose(item_bytes: int) -> Kernel:
         item = ir.IntType(8 * item_bytes)
         vector = vector_type(item, side)
         dst, src, n_rows, n_columns, dst_stride, src_stride = builder.function.args
+        loop = functools.partial(for_range, builder)
 
         def dst_at(row: Any, column: Any) -> Any:
             return _at(builder, dst, row, dst_stride, column, item_bytes)
@@ -130,23 +137,90 @@ def transpose(item_bytes: int) -> Kernel:
             return _at(builder, src, column, src_stride, row, item_bytes)
 
         def copy_items(row_start: Any, row_stop: Any, column_start: Any, column_stop: Any) -> None:
-            loop = functools.partial(for_range, builder)
             with loop(row_stop, start=row_start) as row, loop(column_stop, start=column_start) as column:
                 store(builder, load(builder, src_at(row, column), item), dst_at(row, column))
 
+        def copy_tiles(rows_range: tuple[Any, Any], columns_range: tuple[Any, Any], target: Any) -> None:
+            (row_start, row_stop), (column_start, column_stop) = rows_range, columns_range
+            with loop(column_stop, side, start=column_start) as column, loop(row_stop, side, start=row_start) as row:
+                columns = [builder.add(column, integer(k)) for k in range(side)]
+                tile = _transposed(builder, [load(builder, src_at(row, each), vector) for each in columns])
+                for k, line in enumerate(tile):
+                    store(builder, line, target(builder.add(row, integer(k)), column))
+
         whole_rows = builder.and_(n_rows, integer(-side))
         whole_columns = builder.and_(n_columns, integer(-side))
-        with for_range(builder, whole_columns, side) as column:
-            with for_range(builder, whole_rows, side) as row:
-                columns = [builder.add(column, integer(k)) for k in range(side)]
-                tile = [load(builder, src_at(row, each), vector) for each in columns]
-                for k, line in enumerate(_transposed(builder, tile)):
-                    store(builder, line, dst_at(builder.add(row, integer(k)), column))
-            copy_items(whole_rows, n_rows, column, builder.add(column, integer(side)))
-        copy_items(integer(0), n_rows, whole_columns, n_columns)
+        group = _LineGroup(builder, panel_rows, whole_columns, item_bytes, dst_at) if stream else None
+        with loop(whole_rows, panel_rows) as panel:
+            panel_stop = minimum(builder, builder.add(panel, integer(panel_rows)), whole_rows)
+            if group is None:
+                copy_tiles((panel, panel_stop), (integer(0), whole_columns), dst_at)
+            else:
+                with loop(whole_columns, _GROUP_LINES * side) as start:
+                    stop = minimum(builder, builder.add(start, integer(_GROUP_LINES * side)), whole_columns)
+                    copy_tiles((panel, panel_stop), (start, stop), group.place(panel, start))
+                    with loop(panel_stop, start=panel) as row:
+                        group.flush(panel, row, start, stop)
+            copy_items(panel, panel_stop, whole_columns, n_columns)
+        copy_items(whole_rows, n_rows, integer(0), n_columns)
         _return(builder)
 
-    return compile_kernel(f"transpose_{item_bytes}", 6, build)
+    return compile_kernel(f"transpose_{item_bytes}_{stream:d}", 6, build)
+
+
+class _LineGroup:
+    """A few lines of each row of a panel, collected in the cache, and before them the line that came last.
+
+    Rows may begin anywhere in a line: a line of the output is covered by two that are neighbours here. The ends
+    of a row, where the output's line belongs to another row too, are stored plainly.
+    """
+
+    def __init__(self, builder: Any, n_rows: int, n_columns: Any, item_bytes: int, dst_at: Callable[..., Any]) -> None:
+        from llvmlite import ir
+
+        self._builder, self._n_columns, self._item_bytes, self._dst_at = builder, n_columns, item_bytes, dst_at
+        self._line = vector_type(ir.IntType(8), CACHE_LINE_BYTES)
+        buffer = builder.alloca(ir.ArrayType(self._line, n_rows * (_GROUP_LINES + 1)))
+        self._buffer = builder.ptrtoint(buffer, ir.IntType(64))
+
+    def place(self, panel: Any, start: Any) -> Callable[[Any, Any], Any]:
+        """Return where items of the group that begins at a column go until they are flushed."""
+        builder = self._builder
+
+        def at(row: Any, column: Any) -> Any:
+            offset = builder.mul(builder.sub(column, start), integer(self._item_bytes))
+            return builder.add(self._row(builder.sub(row, panel)), builder.add(offset, integer(CACHE_LINE_BYTES)))
+
+        return at
+
+    def flush(self, panel: Any, row: Any, start: Any, stop: Any) -> None:
+        """Store what a row has collected, each line once: a second store to a line on its way would wait for it."""
+        builder = self._builder
+        line_bytes = integer(CACHE_LINE_BYTES)
+        lines = self._row(builder.sub(row, panel))
+        collected = builder.add(lines, line_bytes)
+        address = self._dst_at(row, start)
+        offset = builder.and_(address, integer(CACHE_LINE_BYTES - 1))
+        size = builder.mul(builder.sub(stop, start), integer(self._item_bytes))
+        begins_inside = builder.icmp_signed("!=", offset, integer(0))
+        has_head = builder.and_(begins_inside, builder.icmp_signed("==", start, integer(0)))
+        with builder.if_then(has_head):
+            memcpy(builder, address, collected, builder.sub(line_bytes, offset))
+        first = builder.select(has_head, line_bytes, integer(0))
+        with for_range(builder, size, CACHE_LINE_BYTES, start=first) as done:
+            covering = builder.add(builder.sub(collected, offset), done)
+            self._copy_line(covering, builder.add(builder.sub(address, offset), done), stream=True)
+        has_tail = builder.and_(begins_inside, builder.icmp_signed("==", stop, self._n_columns))
+        with builder.if_then(has_tail):
+            end = builder.sub(size, offset)
+            memcpy(builder, builder.add(address, end), builder.add(collected, end), offset)
+        self._copy_line(builder.add(lines, size), lines)
+
+    def _row(self, row: Any) -> Any:
+        return self._builder.add(self._buffer, self._builder.mul(row, integer((_GROUP_LINES + 1) * CACHE_LINE_BYTES)))
+
+    def _copy_line(self, start: Any, to: Any, *, stream: bool = False) -> None:
+        store(self._builder, load(self._builder, start, self._line), to, stream=stream)
 
 
 def _transposed(builder: Any, tile: list[Any]) -> list[Any]:

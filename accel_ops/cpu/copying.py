@@ -83,6 +83,7 @@ def _cut(dst: Array, src: Array, order: Sequence[tuple[int, int]]) -> Iterator[t
     (axis, shortest), *others = order
     length = dst.shape[axis]
     step = max(shortest, PIECE_BYTES * length // dst.nbytes)
+    step -= step % shortest  # so that blocks begin where lines of the output do
     for start in range(0, length, step):
         part = (slice(None),) * axis + (slice(start, start + step),)
         yield from _cut(dst[part], src[part], others)
@@ -110,9 +111,8 @@ def _copy_by_kernel(dst: Array, src: Array, *, stream: bool) -> bool:
     elif item_bytes in src_strides and item_bytes in copy_kernels.TRANSPOSED_ITEM_BYTES:
         other = src_strides.index(item_bytes)
         inner = [other, last]
-        kernel, sizes = _transposing_kernel(
-            item_bytes, shape[other], shape[last], dst_strides[other], src_strides[last]
-        )
+        sizes = (shape[other], shape[last], dst_strides[other], src_strides[last])
+        kernel, sizes = _transposing_kernel(item_bytes, sizes, stream=stream)
     else:
         return False
     outer = [axis for axis in range(len(shape)) if axis not in inner]
@@ -128,14 +128,15 @@ def _copy_by_kernel(dst: Array, src: Array, *, stream: bool) -> bool:
 
 
 def _transposing_kernel(
-    item_bytes: int, n_rows: int, n_columns: int, dst_stride: int, src_stride: int
+    item_bytes: int, sizes: tuple[int, int, int, int], *, stream: bool
 ) -> tuple[Any, tuple[int, ...]]:
     """Choose between whole tiles and few interleaved channels; return the kernel and its last arguments."""
+    n_rows, n_columns, dst_stride, src_stride = sizes
     if 1 < n_rows <= copy_kernels.MAX_CHANNELS and src_stride == n_rows * item_bytes:
         return copy_kernels.deinterleave(item_bytes, n_rows), (n_columns, dst_stride)
     if 1 < n_columns <= copy_kernels.MAX_CHANNELS and dst_stride == n_columns * item_bytes:
         return copy_kernels.interleave(item_bytes, n_columns), (n_rows, src_stride)
-    return copy_kernels.transpose(item_bytes), (n_rows, n_columns, dst_stride, src_stride)
+    return copy_kernels.transpose(item_bytes, stream=stream), sizes
 
 
 def _merged(dst: Array, src: Array) -> tuple[list[int], list[int], list[int]]:

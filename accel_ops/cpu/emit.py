@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["fence", "for_range", "gather", "integer", "load", "memcpy", "splat", "store", "vector_type"]
+__all__ = ["fence", "for_range", "gather", "integer", "load", "memcpy", "minimum", "splat", "store", "vector_type"]
 
 CACHE_LINE_BYTES = 64
 
@@ -48,6 +48,11 @@ def for_range(builder: Any, stop: Any, step: int = 1, start: Any = None) -> Iter
     index.add_incoming(builder.add(index, integer(step)), builder.block)
     builder.branch(head)
     builder.position_at_end(after)
+
+
+def minimum(builder: Any, first: Any, second: Any) -> Any:
+    """Return the smaller of two signed integers."""
+    return builder.select(builder.icmp_signed("<", first, second), first, second)
 
 
 def load(builder: Any, address: Any, kind: Any) -> Any:

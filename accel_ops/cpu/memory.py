@@ -227,6 +227,11 @@ def is_plain(dtype: np.dtype[Any]) -> bool:
     return not dtype.hasobject and (dtype.isbuiltin != 0 or dtype.kind in "biufcmMSUV")
 
 
+def is_leased(array: np.ndarray[Any, Any]) -> bool:
+    """Return whether an array lies directly on a block of the cache, which nothing else can refer to."""
+    return isinstance(array.base, _Lease)
+
+
 def host_memory_info() -> HostMemoryInfo:
     """Tell what the cache of host memory for large outputs holds.
 
