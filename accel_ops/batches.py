@@ -12,7 +12,7 @@ from accel_ops import dispatch
 from accel_ops.cpu import memory
 from accel_ops.cpu import staging as cpu
 from accel_ops.errors import ShapeMismatchError, UnfilledSlotError
-from accel_ops.staging import as_array, check_casts, normalize_axis
+from accel_ops.staging import as_array, check_casts, normalize_axis, plain_dtype
 
 __all__ = ["Batch", "batch"]
 
@@ -85,7 +85,7 @@ class Batch:
 
     def _position(self, index: SupportsIndex) -> int:
         try:
-            return range(len(self.slots))[index]
+            return range(len(self.slots))[operator.index(index)]
         except IndexError:
             msg = f"the batch has slots 0 to {len(self) - 1}, got {index!r}; pass one of them"
             raise IndexError(msg) from None
@@ -151,7 +151,7 @@ def batch(
         msg = "a batch needs at least one shape, got none; pass a non-empty iterable of shapes"
         raise ValueError(msg)
     first = sizes[0]
-    position = normalize_axis(axis, len(first))
+    position = normalize_axis(axis, len(first), "batch")
     for index, shape in enumerate(sizes):
         if len(shape) != len(first) or _without(shape, position) != _without(first, position):
             msg = (
@@ -160,7 +160,7 @@ def batch(
             )
             raise ShapeMismatchError(msg)
     length = sum(shape[position] for shape in sizes)
-    whole = memory.empty((*first[:position], length, *first[position + 1 :]), np.dtype(dtype))
+    whole = memory.empty((*first[:position], length, *first[position + 1 :]), plain_dtype(dtype, "batch"))
     slots, start = [], 0
     for shape in sizes:
         stop = start + shape[position]

@@ -17,7 +17,7 @@ __all__ = ["concatenate", "stack"]
 
 Array = np.ndarray[Any, Any]
 
-_BYTES_PER_MEBIBYTE = 1 << 20
+_LARGEST_CHUNK_MEBIBYTES = 1 << 40  # larger than any array: each one is a single piece
 
 
 def concatenate(
@@ -98,7 +98,7 @@ def concatenate(
     (3, 3)
     """
     dispatch.require_host(accelerator)
-    if dtype is None and min_chunk_size_mb is None and isinstance(arrays, (list, tuple)):
+    if dtype is None and casting == "same_kind" and min_chunk_size_mb is None and isinstance(arrays, (list, tuple)):
         result = _join_small_alike(arrays, axis, out)
         if result is not None:
             return result
@@ -160,7 +160,7 @@ def stack(
     (2, 3, 4, 5)
     """
     dispatch.require_host(accelerator)
-    inputs = [as_array(array, "stack") for array in arrays]
+    inputs = [as_array(array, "stack") for array in as_iterable(arrays, "stack")]
     if not inputs:
         msg = "stack needs at least one array, got none; pass a non-empty iterable of arrays"
         raise ValueError(msg)
@@ -171,7 +171,7 @@ def stack(
                 f"for array {index}; pad or crop them first, or use concatenate"
             )
             raise ShapeMismatchError(msg)
-    position = normalize_axis(axis, inputs[0].ndim + 1)
+    position = normalize_axis(axis, inputs[0].ndim + 1, "stack")
     place = (slice(None),) * position + (np.newaxis,)
     return join(
         [array[place] for array in inputs],
@@ -198,7 +198,7 @@ def join(
 ) -> Array:
     """Validate, allocate and delegate; what `concatenate`, `stack` and `ParallelArrayOps` share."""
     min_chunk_bytes = chunk_bytes(min_chunk_size_mb)
-    inputs = [as_array(array, name) for array in arrays]
+    inputs = [as_array(array, name) for array in as_iterable(arrays, name)]
     if not inputs:
         msg = f"{name} needs at least one array, got none; pass a non-empty iterable of arrays"
         raise ValueError(msg)
@@ -210,11 +210,12 @@ def join(
             msg = f"`out` must be an ndarray, got {type(out).__name__}; allocate one of the result's shape and dtype"
             raise TypeError(msg)
         as_array(out, name)
-    position = None if axis is None else normalize_axis(axis, inputs[0].ndim)
+    position = None if axis is None else normalize_axis(axis, inputs[0].ndim, name)
     shape = _joined_shape(inputs, position, name)
-    result_dtype = _joined_dtype(inputs, dtype, name) if out is None else out.dtype
-    if out is not None and dtype is None:
-        _joined_dtype(inputs, None, name)
+    check_casting(casting)
+    result_dtype = _joined_dtype(inputs, dtype, casting, name)
+    if out is not None:
+        result_dtype = out.dtype
     check_casts(inputs, result_dtype, casting)
 
     if out is None:
@@ -245,7 +246,7 @@ def _join_small_alike(arrays: Sequence[Any], axis: SupportsIndex | None, out: Ar
     NumPy's own checks are enough here: it refuses arrays that do not fill the output to the last element, and
     under casting="no" those of another dtype.
     """
-    if not arrays or axis is None or set(map(type, arrays)) != {np.ndarray}:
+    if not arrays or type(axis) is not int or set(map(type, arrays)) != {np.ndarray}:
         return None
     first = arrays[0]
     n_arrays = len(arrays)
@@ -256,8 +257,7 @@ def _join_small_alike(arrays: Sequence[Any], axis: SupportsIndex | None, out: Ar
         if out is None:
             shape = list(first.shape)
             shape[axis] *= n_arrays
-            dtype = first.dtype
-            out = memory.empty(shape, dtype if dtype.isnative else dtype.newbyteorder("="))
+            out = memory.empty(shape, _canonical(first.dtype))
         elif type(out) is not np.ndarray or out.nbytes >= cpu.SMALL_BYTES or may_overlap(out, arrays):
             return None
         return np.concatenate(arrays, axis, out=out, casting="no")
@@ -276,19 +276,19 @@ def may_overlap(out: Array, arrays: Sequence[Array]) -> bool:
     return any(np.may_share_memory(out, array) for array in arrays)
 
 
-def normalize_axis(axis: SupportsIndex, ndim: int) -> int:
+def normalize_axis(axis: SupportsIndex, ndim: int, name: str) -> int:
     """Return the axis counted from 0, or raise what NumPy raises."""
     if ndim == 0:
-        msg = "arrays to concatenate must have at least one dimension, got a 0-d array; use stack for scalars"
+        msg = f"arrays to {name} must have at least one dimension, got a 0-d array; use stack for scalars"
         raise ValueError(msg)
-    try:
-        number = operator.index(axis)
-    except TypeError:
-        msg = f"`axis` must be an integer or None, got {axis!r}; pass one in [{-ndim}, {ndim - 1}]"
-        raise TypeError(msg) from None
+    allowed = f"`axis` must be an integer in [{-ndim}, {ndim - 1}] for {name} of {ndim}-d arrays"
+    # NumPy's stack takes True for 1, its concatenate does not.
+    if not hasattr(axis, "__index__") or (isinstance(axis, (bool, np.bool)) and name != "stack"):
+        msg = f"{allowed}, got {axis!r}; pass one of those"
+        raise TypeError(msg)
+    number = operator.index(axis)
     if not -ndim <= number < ndim:
-        msg = f"`axis` must be in [{-ndim}, {ndim - 1}] for these {ndim}-d arrays, got {number}"
-        raise np.exceptions.AxisError(msg)
+        raise np.exceptions.AxisError(number, ndim, f"{allowed}, got {number}; pass one of those")
     return number % ndim
 
 
@@ -304,25 +304,38 @@ def chunk_bytes(min_chunk_size_mb: float | None) -> int:
     if not min_chunk_size_mb >= 0:
         msg = f"`min_chunk_size_mb` must be 0 or more, got {min_chunk_size_mb!r}; pass 0 for no bound"
         raise ValueError(msg)
-    return 0 if math.isinf(min_chunk_size_mb) else int(min_chunk_size_mb * _BYTES_PER_MEBIBYTE)
+    if min_chunk_size_mb >= _LARGEST_CHUNK_MEBIBYTES:
+        return _LARGEST_CHUNK_MEBIBYTES << 20
+    return math.ceil(float(min_chunk_size_mb) * (1 << 20))
+
+
+def as_iterable(arrays: Iterable[ArrayLike], name: str) -> Iterable[ArrayLike]:
+    """Return the argument if it can be iterated over."""
+    try:
+        return iter(arrays)
+    except TypeError as exc:
+        msg = f"{name} takes an iterable of arrays, got {arrays!r}; put a single array into a list ({exc})"
+        raise TypeError(msg) from None
 
 
 def as_array(value: Any, name: str) -> Array:
     """Return an ndarray, or a subclass that loses nothing in a join."""
     if type(value) is np.ndarray:
         return value
-    if not isinstance(value, np.ndarray):
-        if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
-            return np.from_dlpack(value)
-        return np.asanyarray(value)
-    if type(value).__array_function__ is not np.ndarray.__array_function__ or isinstance(value, np.ma.MaskedArray):
+    if isinstance(value, np.ndarray):
+        array = value
+    elif hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+        return np.from_dlpack(value)
+    else:
+        array = np.asanyarray(value)
+    kind = type(array)
+    if kind.__array_function__ is not np.ndarray.__array_function__ or isinstance(array, np.ma.MaskedArray):
         msg = (
-            f"{name} takes plain arrays, got {type(value).__module__}.{type(value).__qualname__}, whose mask, unit or "
-            f"the like would be lost; pass numpy.asarray(array) to join the bare values, or use the function "
-            f"that its library has for it"
+            f"{name} takes plain arrays, got {kind.__module__}.{kind.__qualname__}, whose mask, unit or the like would "
+            f"be lost; pass numpy.asarray(array) to join the bare values, or use the function that its library has"
         )
         raise UnsupportedArrayError(msg)
-    return value
+    return array
 
 
 def _joined_shape(arrays: Sequence[Array], axis: int | None, name: str) -> tuple[int, ...]:
@@ -343,16 +356,12 @@ def _joined_shape(arrays: Sequence[Array], axis: int | None, name: str) -> tuple
     return (*before, length, *after)
 
 
-def _joined_dtype(arrays: Sequence[Array], dtype: DTypeLike | None, name: str) -> np.dtype[Any]:
+def _joined_dtype(arrays: Sequence[Array], dtype: DTypeLike | None, casting: Any, name: str) -> np.dtype[Any]:
     first = arrays[0].dtype
-    if dtype is None and all(array.dtype is first for array in arrays):
-        return first if first.isnative else np.result_type(first)
     if dtype is not None:
-        wanted = np.dtype(dtype)
-        if wanted.itemsize:
-            return wanted
-        # A string without a length: as long as the inputs need.
-        return np.result_type(*(np.empty(0, array.dtype).astype(wanted).dtype for array in arrays))
+        return _requested_dtype(arrays, dtype, casting, name)
+    if all(array.dtype is first for array in arrays):
+        return _canonical(first)
     for index, array in enumerate(arrays):
         if not _joinable(first, array.dtype):
             msg = (
@@ -367,6 +376,31 @@ def _joined_dtype(arrays: Sequence[Array], dtype: DTypeLike | None, name: str) -
         raise DTypeMismatchError(msg) from exc
 
 
+def plain_dtype(dtype: DTypeLike, name: str) -> np.dtype[Any]:
+    """Return the dtype of an element; one that is itself an array would add axes to the result."""
+    wanted = np.dtype(dtype)
+    if wanted.subdtype is not None:
+        msg = f"`dtype` must not be a subarray for {name}, got {wanted}; give the items' dtype and a larger shape"
+        raise TypeError(msg)
+    return wanted
+
+
+def _requested_dtype(arrays: Sequence[Array], dtype: DTypeLike, casting: Any, name: str) -> np.dtype[Any]:
+    wanted = plain_dtype(dtype, name)
+    is_open = wanted.itemsize == 0 or (wanted.kind in "mM" and np.datetime_data(wanted)[0] == "generic")
+    if not is_open:
+        return wanted
+    # A string without a length, a date without a unit: NumPy completes it from the inputs' dtypes, and from
+    # their elements where those are objects.
+    samples = [array if array.dtype.hasobject else np.empty(0, array.dtype) for array in arrays]
+    return np.concatenate(samples, axis=None, dtype=wanted, casting=casting).dtype
+
+
+def _canonical(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that NumPy gives a result: native byte order, records without padding."""
+    return dtype if dtype.isnative and dtype.names is None else np.result_type(dtype)
+
+
 def _joinable(first: np.dtype[Any], second: np.dtype[Any]) -> bool:
     """Return whether two dtypes differ in no more than byte order, string length or datetime unit."""
     if first == second:
@@ -375,13 +409,24 @@ def _joinable(first: np.dtype[Any], second: np.dtype[Any]) -> bool:
         return first.names == second.names and all(_joinable(first[field], second[field]) for field in first.names)
     if first.subdtype is not None and second.subdtype is not None:
         return first.shape == second.shape and _joinable(first.base, second.base)
-    return first.kind == second.kind and (first.kind in "SUMm" or first.newbyteorder("=") == second.newbyteorder("="))
+    if first.kind != second.kind:
+        return False
+    return first.kind in "SUMm" or _native(first) == _native(second)
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def check_casting(casting: Any) -> None:
+    """Check that a rule for casts is one of NumPy's."""
+    if casting not in ("no", "equiv", "safe", "same_kind", "unsafe"):
+        msg = f"`casting` must be one of 'no', 'equiv', 'safe', 'same_kind' or 'unsafe', got {casting!r}"
+        raise (ValueError if isinstance(casting, str) else TypeError)(msg)
 
 
 def check_casts(arrays: Sequence[Array], dtype: np.dtype[Any], casting: Any) -> None:
-    if casting not in ("no", "equiv", "safe", "same_kind", "unsafe"):
-        msg = f"`casting` must be one of 'no', 'equiv', 'safe', 'same_kind' or 'unsafe', got {casting!r}"
-        raise ValueError(msg)
+    """Check that all arrays may be cast to a dtype."""
     for source in {array.dtype for array in arrays}:
         if source != dtype and not np.can_cast(source, dtype, casting):
             msg = (

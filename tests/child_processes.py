@@ -161,12 +161,6 @@ def _running(session: int, mark: str) -> list[int]:
 
 def _command_of(process: int) -> str:
     try:
-        return (
-            Path(f"/proc/{process}/cmdline")
-            .read_bytes()
-            .replace(b"\0", b" ")
-            .decode(errors="replace")
-            .strip()
-        )
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return "ended just now"

@@ -100,9 +100,7 @@ def test_anything_else_is_a_value_error(bad):
     set_num_threads(3)
     received = r"an integer of \d+ bits" if bad is BAD["too long to print"] else ""
     for function in (set_num_threads, threads):
-        with pytest.raises(
-            ValueError, match=rf"`n` must be an integer from 1 to .*, got {received}.*; give "
-        ):
+        with pytest.raises(ValueError, match=rf"`n` must be an integer from 1 to .*, got {received}.*; give "):
             function(bad)
     assert get_num_threads() == 3
 

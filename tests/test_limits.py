@@ -96,9 +96,7 @@ def test_the_tightest_quota_on_the_path_counts(host, levels, cpus):
 
 
 @pytest.mark.parametrize("mounts", [V1, HYBRID, V1 + V2])
-@pytest.mark.parametrize(
-    ("quota", "cpus"), [("250000", 2), ("50000", 1), ("-1", CPUS), ("0", CPUS), ("", CPUS)]
-)
+@pytest.mark.parametrize(("quota", "cpus"), [("250000", 2), ("50000", 1), ("-1", CPUS), ("0", CPUS), ("", CPUS)])
 def test_version_1_quotas_count_on_plain_and_hybrid_hosts(host, mounts, quota, cpus):
     """The first version's two files are read from where its cpu hierarchy is mounted."""
     host(

@@ -14,9 +14,10 @@ import numpy as np
 from accel_ops.cpu.emit import CACHE_LINE_BYTES, fence, for_range, integer, load, splat, store, vector_type
 from accel_ops.cpu.native import Kernel, compile_kernel, host_has
 
-__all__ = ["OVERFLOW", "UNDERFLOW", "cast_kernel"]
+__all__ = ["INVALID", "OVERFLOW", "UNDERFLOW", "cast_kernel"]
 
-OVERFLOW, UNDERFLOW = 1, 2  # what a kernel returns, or-ed: the conditions of which NumPy's errstate speaks
+# What a kernel returns, or-ed: the conditions of which NumPy's errstate speaks.
+OVERFLOW, UNDERFLOW, INVALID = 1, 2, 4
 _LANES = CACHE_LINE_BYTES // 2  # a whole cache line of results
 
 
@@ -25,9 +26,9 @@ def cast_kernel(src: np.dtype[Any], dst: np.dtype[Any], *, stream: bool) -> Kern
 
     ``stream`` stores whole lines past the caches; it needs an aligned dst.
     """
-    if src != np.float32 or not src.isnative:
+    if src != np.float32 or not (src.isnative and dst.isnative):
         return None
-    if dst == np.float16 and dst.isnative:
+    if dst == np.float16:
         return _float32_to_float16(stream=stream) if _has_float16_conversion() else None
     return _float32_to_bfloat16(stream=stream) if dst.name == "bfloat16" else None
 
@@ -64,8 +65,8 @@ def _float32_to_float16(*, stream: bool) -> Kernel:
 @functools.cache
 def _float32_to_bfloat16(*, stream: bool) -> Kernel:
     # On the bits: a bfloat16 is the upper half of a float32, and the instruction that some CPUs have for it
-    # flushes subnormals. ml_dtypes reports no overflow, so neither does this.
-    def convert(builder: Any, values: Any, _flags: Any) -> Any:
+    # flushes subnormals. ml_dtypes reports no overflow, so neither does this; it does report signalling NaN.
+    def convert(builder: Any, values: Any, flags: Any) -> Any:
         from llvmlite import ir
 
         n = values.type.count
@@ -79,6 +80,8 @@ def _float32_to_bfloat16(*, stream: bool) -> Kernel:
         rounded = builder.lshr(builder.add(bits, half_up), constant(16))
         quiet_nan = builder.or_(upper, constant(0x40))
         is_nan = builder.fcmp_unordered("uno", values, values)
+        is_quiet = builder.icmp_unsigned("!=", builder.and_(bits, constant(0x400000)), constant(0))
+        _raise_flag(builder, flags, builder.and_(is_nan, builder.not_(is_quiet)), INVALID)
         result = builder.select(is_nan, quiet_nan, rounded)
         return builder.trunc(result, vector_type(ir.IntType(16), n))
 

@@ -7,6 +7,7 @@ alone; what a kernel cannot do is left to NumPy, which does it slower and with t
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,18 @@ from accel_ops.cpu import cast_kernels, copy_kernels
 from accel_ops.cpu.floating_point import call_in_default_environment
 from accel_ops.cpu.memory import is_plain
 
-__all__ = ["PIECE_BYTES", "copy_runs", "pieces"]
+__all__ = ["PIECE_BYTES", "Piece", "copy_runs", "pieces"]
 
 Array = np.ndarray[Any, Any]
-Piece = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One call that copies a part of the output."""
+
+    run: Callable[[], object]
+    n_bytes: int  # of the input
+
 
 PIECE_BYTES = 1 << 20  # about 60 us of copying: 20 times what taking it costs, and few of them end a call late
 _RUN_BYTES = 2 << 10  # a transposed input is read in runs of at least this, which the prefetcher needs
@@ -33,19 +42,20 @@ def pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
     order = sorted(range(dst.ndim), key=lambda axis: -abs(dst.strides[axis]))
     dst, src = dst.transpose(order), src.transpose(order)
     if dst.dtype != src.dtype or not is_plain(dst.dtype):
-        return [functools.partial(_cast, d, s, stream=stream) for d, s in _blocks(dst, src)]
+        return [Piece(functools.partial(_cast, d, s, stream=stream), s.nbytes) for d, s in _blocks(dst, src)]
     if dst.flags.c_contiguous and src.flags.c_contiguous:
         return _contiguous_pieces(dst, src, stream=stream)
-    return [functools.partial(_copy, d, s, stream=stream) for d, s in _blocks(dst, src)]
+    return [Piece(functools.partial(_copy, d, s, stream=stream), s.nbytes) for d, s in _blocks(dst, src)]
 
 
 def _contiguous_pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
     kernel = copy_kernels.rows(stream=stream)
     to, start, size = dst.ctypes.data, src.ctypes.data, dst.nbytes
-    return [
-        functools.partial(kernel, to + offset, start + offset, 1, min(PIECE_BYTES, size - offset), 0, 0)
-        for offset in range(0, size, PIECE_BYTES)
-    ]
+    pieces = []
+    for offset in range(0, size, PIECE_BYTES):
+        n_bytes = min(PIECE_BYTES, size - offset)
+        pieces.append(Piece(functools.partial(kernel, to + offset, start + offset, 1, n_bytes, 0, 0), n_bytes))
+    return pieces
 
 
 def copy_runs(start: int, arrays: Sequence[Array], *, stream: bool) -> None:
@@ -178,3 +188,5 @@ def _convert(dst: Array, src: Array, *, stream: bool) -> None:
         np.array(np.finfo(src.dtype).max).astype(dst.dtype)
     if flags & cast_kernels.UNDERFLOW:
         np.array(np.finfo(src.dtype).tiny).astype(dst.dtype)
+    if flags & cast_kernels.INVALID:
+        np.array(0x7F800001, np.uint32).view(src.dtype).astype(dst.dtype)  # a signalling NaN

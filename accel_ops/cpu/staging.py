@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class _Plan:
         self._group: list[Array] = []  # small arrays that will make one piece
         self._runs: list[Array] = []  # contiguous arrays of no more than a piece that will make one
         self._collected_bytes = 0  # in either of them
-        self._pieces: list[copying.Piece] = []
+        self._pieces: list[Callable[[], object]] = []
         self._tasks: list[int] = []
         self._shared_bytes = 0  # of pieces that gain from more than one thread
 
@@ -90,13 +90,21 @@ class _Plan:
 
     def add_pieces(self, dst: Array, src: Array) -> None:
         pieces = copying.pieces(dst, src, stream=self._stream)
-        # The last piece may be short, so it goes with the one before it when pieces are put together.
-        per_task = -(-self._min_chunk_bytes * len(pieces) // src.nbytes)
-        n_tasks = max(1, (len(pieces) - 1) // per_task) if per_task > 1 else len(pieces)
-        first = len(self._pieces)
-        self._tasks += [first + task * len(pieces) // n_tasks for task in range(n_tasks)]
-        self._pieces += pieces
+        self._begin_tasks([piece.n_bytes for piece in pieces])
+        self._pieces += [piece.run for piece in pieces]
         self._shared_bytes += dst.nbytes
+
+    def _begin_tasks(self, sizes: list[int]) -> None:
+        """Put consecutive pieces of one array together, so that no task is smaller than the least chunk."""
+        least = self._min_chunk_bytes
+        first = len(self._pieces)
+        task_bytes, rest = 0, sum(sizes)
+        for index, size in enumerate(sizes, start=first):
+            if index == first or (task_bytes >= least and rest >= least):
+                self._tasks.append(index)
+                task_bytes = 0
+            task_bytes += size
+            rest -= size
 
     def run(self, max_workers: int | None, call: pool.Call | None) -> None:
         self._close()
