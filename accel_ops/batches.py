@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from accel_ops import dispatch
+from accel_ops.arguments import as_array, check_casts, normalize_axis, plain_dtype
 from accel_ops.cpu import memory
 from accel_ops.cpu import staging as cpu
 from accel_ops.errors import ShapeMismatchError, UnfilledSlotError
-from accel_ops.staging import as_array, check_casts, normalize_axis, plain_dtype
 
 __all__ = ["Batch", "batch"]
 
