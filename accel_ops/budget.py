@@ -12,8 +12,6 @@ import functools
 import inspect
 import operator
 import os
-import sys
-import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import numpy as np
 
 from accel_ops import limits
 from accel_ops.environment import LARGEST_ACCEPTED, MAX_THREADS, Environment, interpreted
-from accel_ops.errors import ThreadingWarning
+from accel_ops.errors import ThreadingWarning, warn
 
 __all__ = ["ThreadInfo", "get_num_threads", "set_num_threads", "thread_info", "threads"]
 
@@ -129,9 +127,10 @@ def set_num_threads(n: SupportsIndex | None) -> None:
     global _set_by_call
     number = None if n is None else _validated(n, "or None to take the setting back")
     if number is not None and number > (cpus := limits.available_cpus()):
-        _warn(
+        warn(
             f"set_num_threads({number}) asks for more threads than the {cpus} CPUs that this process may "
-            f"use, which is slower, not faster; set_num_threads(None) uses all {cpus}"
+            f"use, which is slower, not faster; set_num_threads(None) uses all {cpus}",
+            ThreadingWarning,
         )
     _set_by_call = number
 
@@ -313,7 +312,7 @@ def _read_environment() -> Environment:
     if _environment_claim.setdefault("claim", environment) is environment:
         try:
             for message in environment.warnings:
-                _warn(message)
+                warn(message, ThreadingWarning)
         except BaseException:
             # The user made warnings errors: nothing has been taken over, the next call says it again.
             _environment_claim.clear()
@@ -342,14 +341,3 @@ def _validated(n: object, cure: str) -> int:
 def _is_kind(function: Callable[..., object], test: Callable[[object], bool]) -> bool:
     """Apply the test to a function, or to what calling an object runs."""
     return test(function) or test(getattr(function, "__call__", None))  # noqa: B004 - not a test of callable
-
-
-def _warn(message: str) -> None:
-    """Give a ThreadingWarning that points at the first caller outside of this package."""
-    package = __name__.partition(".")[0] + "."
-    frame = sys._getframe(1)
-    level = 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
-        frame = frame.f_back
-        level += 1
-    warnings.warn(message, ThreadingWarning, stacklevel=level)

@@ -15,6 +15,9 @@ Where NumPy has an error of its own (`numpy.exceptions.AxisError`), that one is 
 Every message states the rule, the value received and the cure.
 """
 
+import sys
+import warnings
+
 __all__ = [
     "AccelOpsError",
     "BackendUnavailableError",
@@ -25,6 +28,7 @@ __all__ = [
     "ThreadingWarning",
     "UnfilledSlotError",
     "UnsupportedArrayError",
+    "warn",
 ]
 
 
@@ -62,3 +66,14 @@ class ThreadingWarning(UserWarning):
 
 class HostMemoryWarning(UserWarning):
     """A setting of the host memory cache that was skipped."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Give a warning that points at the first caller outside of this package."""
+    package = __name__.partition(".")[0] + "."
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level)

@@ -192,7 +192,7 @@ def _read(path: str) -> str:
         # The builtin, looked up at each call, so that a test can put false files in its place.
         with open(path, encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
             return file.read()
-    except (OSError, ValueError):
+    except (OSError, ValueError, NameError):  # the last where the interpreter is ending and has no builtins left
         return ""
 
 

@@ -145,12 +145,11 @@ class ParallelArrayOps:
         for call in list(self._calls):
             if not wait:
                 call.pool_call.cancel()
-            elif call.can_be_waited_for():
-                while not call.finished.acquire(timeout=_POLL_S):
-                    if call not in self._calls:
-                        break
-                else:
+                continue
+            while call in self._calls and call.can_be_waited_for():
+                if call.finished.acquire(timeout=_POLL_S):
                     call.finished.release()  # another shutdown may wait for it too
+                    break
 
     def __enter__(self) -> Self:
         return self
@@ -175,5 +174,9 @@ class _OpenCall:
         self._process = os.getpid()
 
     def can_be_waited_for(self) -> bool:
-        """Return whether another thread of this process is making the call."""
-        return self._thread != threading.get_ident() and self._process == os.getpid()
+        """Return whether another thread makes the call, which may exist no more after a fork.
+
+        A piece must not wait for a call: it may belong to that very one.
+        """
+        is_elsewhere = self._thread != threading.get_ident() and self._process == os.getpid()
+        return is_elsewhere and not pool.is_inside_call()

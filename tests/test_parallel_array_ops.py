@@ -51,6 +51,21 @@ def planned(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def around_pieces(monkeypatch):
+    """Take a function that is called with the index of each piece of later calls, and the piece itself."""
+    run = pool.run
+
+    def install(around):
+        def running(function, n_pieces, **options):
+            run(lambda index: around(index, functools.partial(function, index)), n_pieces, **options)
+
+        monkeypatch.setattr(cpu_staging.pool, "run", running)
+
+    yield install
+    monkeypatch.setattr(cpu_staging.pool, "run", run)
+
+
 class SlowCall:
     """A call in another thread that has begun and ends when it is told to."""
 
@@ -330,7 +345,7 @@ def test_an_instance_that_was_not_made_is_no_trouble():
 
 @pytest.mark.parametrize("where", ["caller", "worker"])
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_finaliser_that_shuts_down_in_the_middle_of_the_call_does_not_wait_for_it(where, wait, arrays, monkeypatch):
+def test_a_finaliser_that_shuts_down_in_the_middle_of_the_call_does_not_wait_for_it(where, wait, arrays, around_pieces):
     """An owner collected by a thread that is copying for its joiner's call lets that call end."""
     joiner = ops.ParallelArrayOps(max_workers=2)
     barrier, finalised = threading.Barrier(2), threading.Event()
@@ -340,22 +355,14 @@ def test_a_finaliser_that_shuts_down_in_the_middle_of_the_call_does_not_wait_for
             joiner.shutdown(wait)
             finalised.set()
 
-    make_pieces, plans = copying.pieces, []
-
-    def meet_and_finalise(piece):
-        barrier.wait(WAIT_S)
-        if threading.current_thread().name.startswith("accel-ops-") == (where == "worker"):
-            Owner()
+    def meet_and_finalise(index, piece):
+        if index < 2:  # one on each thread
+            barrier.wait(WAIT_S)
+            if threading.current_thread().name.startswith("accel-ops-") == (where == "worker"):
+                Owner()
         piece()
 
-    def pieces(*args, **options):
-        made = make_pieces(*args, **options)
-        plans.append(made)
-        if len(plans) == 1:  # the first two pieces of all
-            made[:2] = [functools.partial(meet_and_finalise, piece) for piece in made[:2]]
-        return made
-
-    monkeypatch.setattr(copying, "pieces", pieces)
+    around_pieces(meet_and_finalise)
     outcomes = []
 
     def call():
@@ -615,22 +622,20 @@ def test_a_forked_child_has_instances_of_its_own():
 # --- eleven ways in which an object of this kind can fail its users
 
 
-def test_1_an_abrupt_shutdown_does_not_leave_a_caller_waiting(arrays, monkeypatch):
+def test_1_an_abrupt_shutdown_does_not_leave_a_caller_waiting(arrays, around_pieces):
     """A thread that is inside concatenate while shutdown(wait=False) is called returns from it."""
     joiner, copying_now, go_on = ops.ParallelArrayOps(), threading.Event(), threading.Event()
-    kernel = copying._contiguous_pieces
 
-    def held(*args, **options):
-        first, *others = kernel(*args, **options)
-
-        def hold():
+    def hold(index, piece):
+        if index == 0:
             copying_now.set()
             assert go_on.wait(WAIT_S)
-            first()
+        elif index == 1:
+            assert copying_now.wait(WAIT_S)
+            assert go_on.wait(WAIT_S)  # so that pieces are left that have not begun
+        piece()
 
-        return [hold, *others]
-
-    monkeypatch.setattr(copying, "_contiguous_pieces", held)
+    around_pieces(hold)
     outcomes = []
 
     def call():
@@ -699,27 +704,22 @@ def test_3_shutdown_in_a_handler_during_shutdown_does_not_deadlock():
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_4_no_copies_run_on_after_an_error(error, arrays, monkeypatch):
+def test_4_no_copies_run_on_after_an_error(error, arrays, around_pieces):
     """When concatenate raises, no thread writes into `out` any more."""
-    make_pieces, ran = copying._contiguous_pieces, []
+    ran = []
 
-    def fail():
-        raise error
+    def failing(index, piece):
+        ran.append(1)
+        if index == 1:
+            raise error
+        piece()
 
-    def failing(*args, **options):
-        def counted(piece):
-            ran.append(1)
-            piece()
-
-        made = [(lambda piece=piece: counted(piece)) for piece in make_pieces(*args, **options)]
-        made[1] = fail
-        return made
-
-    monkeypatch.setattr(copying, "_contiguous_pieces", failing)
+    around_pieces(failing)
     out = np.zeros(1_200_000)
     with pytest.raises(error):
         ops.ParallelArrayOps().concatenate(arrays, 0, None, out=out)
     after, n_ran = out.tobytes(), len(ran)
+    around_pieces(lambda _index, piece: piece())
     barrier = threading.Barrier(8)
     pool.run(lambda _: barrier.wait(WAIT_S), 8, workers=8)  # all workers are back
     assert out.tobytes() == after

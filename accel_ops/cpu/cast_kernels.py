@@ -4,7 +4,6 @@ Both round to nearest, ties to even. float16 follows the CPU's own conversion, s
 there is one; the caller takes NumPy's otherwise, which gives the same values.
 """
 
-import functools
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from accel_ops.cpu.emit import CACHE_LINE_BYTES, fence, for_range, integer, load, splat, store, vector_type
-from accel_ops.cpu.native import Kernel, compile_kernel, host_has
+from accel_ops.cpu.native import Kernel, compile_kernel, kept, require
 
 __all__ = ["INVALID", "OVERFLOW", "UNDERFLOW", "cast_kernel"]
 
@@ -29,17 +28,12 @@ def cast_kernel(src: np.dtype[Any], dst: np.dtype[Any], *, stream: bool) -> Kern
     if src != np.float32 or not (src.isnative and dst.isnative):
         return None
     if dst == np.float16:
-        return _float32_to_float16(stream=stream) if _has_float16_conversion() else None
+        return _float32_to_float16(stream=stream)
     return _float32_to_bfloat16(stream=stream) if dst.name == "bfloat16" else None
 
 
-@functools.cache
-def _has_float16_conversion() -> bool:
-    return platform.machine() in ("aarch64", "arm64") or host_has("f16c")
-
-
-@functools.cache
-def _float32_to_float16(*, stream: bool) -> Kernel:
+@kept
+def _float32_to_float16(*, stream: bool) -> Kernel | None:
     largest = 0x477FF000  # bits of 65520.0, the least magnitude that rounds to infinity
     infinity = 0x7F800000
     smallest_normal = 0x38800000  # bits of 2**-14
@@ -47,6 +41,8 @@ def _float32_to_float16(*, stream: bool) -> Kernel:
     def convert(builder: Any, values: Any, flags: Any) -> Any:
         from llvmlite import ir
 
+        if platform.machine() not in ("aarch64", "arm64"):
+            require("f16c")
         n = values.type.count
         halves = builder.fptrunc(values, vector_type(ir.HalfType(), n))
         bits = builder.bitcast(values, vector_type(ir.IntType(32), n))
@@ -62,8 +58,8 @@ def _float32_to_float16(*, stream: bool) -> Kernel:
     return _elementwise_kernel(f"float32_to_float16_{stream:d}", convert, stream=stream)
 
 
-@functools.cache
-def _float32_to_bfloat16(*, stream: bool) -> Kernel:
+@kept
+def _float32_to_bfloat16(*, stream: bool) -> Kernel | None:
     # On the bits: a bfloat16 is the upper half of a float32, and the instruction that some CPUs have for it
     # flushes subnormals. ml_dtypes reports no overflow, so neither does this; it does report signalling NaN.
     def convert(builder: Any, values: Any, flags: Any) -> Any:
@@ -97,7 +93,7 @@ def _raise_flag(builder: Any, flags: Any, condition: Any, flag: int) -> None:
     builder.store(builder.or_(builder.load(flags), bit), flags)
 
 
-def _elementwise_kernel(name: str, convert: Callable[[Any, Any, Any], Any], *, stream: bool) -> Kernel:
+def _elementwise_kernel(name: str, convert: Callable[[Any, Any, Any], Any], *, stream: bool) -> Kernel | None:
     """Compile the loop over a float32 array that writes what ``convert`` makes of each vector."""
 
     def build(builder: Any) -> None:

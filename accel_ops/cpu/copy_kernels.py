@@ -22,7 +22,7 @@ from accel_ops.cpu.emit import (
     store,
     vector_type,
 )
-from accel_ops.cpu.native import Kernel, compile_kernel
+from accel_ops.cpu.native import Kernel, compile_kernel, kept
 
 __all__ = [
     "MAX_CHANNELS",
@@ -42,8 +42,8 @@ TRANSPOSED_ITEM_BYTES = frozenset(_SIDES)
 MAX_CHANNELS = 4
 
 
-@functools.cache
-def rows(*, stream: bool) -> Kernel:
+@kept
+def rows(*, stream: bool) -> Kernel | None:
     """Return ``copy(dst, src, n_rows, row_bytes, dst_stride, src_stride)``."""
 
     def build(builder: Any) -> None:
@@ -58,8 +58,8 @@ def rows(*, stream: bool) -> Kernel:
     return compile_kernel(f"copy_rows_{stream:d}", 6, build)
 
 
-@functools.cache
-def segments(*, stream: bool) -> Kernel:
+@kept
+def segments(*, stream: bool) -> Kernel | None:
     """Return ``copy(dst, src, size, n)``: n separate runs of bytes, described by three arrays of int64."""
 
     def build(builder: Any) -> None:
@@ -110,8 +110,8 @@ def _stream_lines(builder: Any, dst: Any, src: Any, n_lines: int) -> None:
         store(builder, value, builder.add(dst, offset), stream=True)
 
 
-@functools.cache
-def transpose(item_bytes: int, *, stream: bool) -> Kernel:
+@kept
+def transpose(item_bytes: int, *, stream: bool) -> Kernel | None:
     """Return ``copy(dst, src, n_rows, n_columns, dst_stride, src_stride)``: dst[i, j] = src[j, i].
 
     A row of dst and a row of src are contiguous. Within a panel of rows, a column of tiles is read before the
@@ -236,8 +236,8 @@ def _transposed(builder: Any, tile: list[Any]) -> list[Any]:
     return tile
 
 
-@functools.cache
-def deinterleave(item_bytes: int, channels: int) -> Kernel:
+@kept
+def deinterleave(item_bytes: int, channels: int) -> Kernel | None:
     """Return ``copy(dst, src, n, dst_stride)``: dst[c, j] = src[j, c] for few channels c, src contiguous."""
 
     def copy_vectors(builder: Any, planes: list[Any], packed: list[Any], kind: Any) -> None:
@@ -252,8 +252,8 @@ def deinterleave(item_bytes: int, channels: int) -> Kernel:
     return _channel_kernel("deinterleave", item_bytes, channels, copy_vectors, copy_item, planes_first=True)
 
 
-@functools.cache
-def interleave(item_bytes: int, channels: int) -> Kernel:
+@kept
+def interleave(item_bytes: int, channels: int) -> Kernel | None:
     """Return ``copy(dst, src, n, src_stride)``: dst[j, c] = src[c, j] for few channels c, dst contiguous."""
 
     def copy_vectors(builder: Any, planes: list[Any], packed: list[Any], kind: Any) -> None:
@@ -277,7 +277,7 @@ def _channel_kernel(
     copy_item: Callable[[Any, Any, Any, Any], None],
     *,
     planes_first: bool,
-) -> Kernel:
+) -> Kernel | None:
     """Compile the loop that (de)interleave share: planes on one side, packed items on the other."""
     n_lanes = CACHE_LINE_BYTES // item_bytes
 

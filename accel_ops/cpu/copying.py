@@ -16,7 +16,7 @@ from accel_ops.cpu import cast_kernels, copy_kernels
 from accel_ops.cpu.floating_point import call_in_default_environment
 from accel_ops.cpu.memory import is_plain
 
-__all__ = ["PIECE_BYTES", "Piece", "copy_runs", "pieces"]
+__all__ = ["PIECE_BYTES", "Piece", "address", "copy_runs", "pieces"]
 
 Array = np.ndarray[Any, Any]
 
@@ -44,13 +44,14 @@ def pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
     if dst.dtype != src.dtype or not is_plain(dst.dtype):
         return [Piece(functools.partial(_cast, d, s, stream=stream), s.nbytes) for d, s in _blocks(dst, src)]
     if dst.flags.c_contiguous and src.flags.c_contiguous:
-        return _contiguous_pieces(dst, src, stream=stream)
+        kernel = copy_kernels.rows(stream=stream)
+        if kernel is not None:
+            return _contiguous_pieces(kernel, dst, src)
     return [Piece(functools.partial(_copy, d, s, stream=stream), s.nbytes) for d, s in _blocks(dst, src)]
 
 
-def _contiguous_pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
-    kernel = copy_kernels.rows(stream=stream)
-    to, start, size = dst.ctypes.data, src.ctypes.data, dst.nbytes
+def _contiguous_pieces(kernel: Callable[..., object], dst: Array, src: Array) -> list[Piece]:
+    to, start, size = address(dst), address(src), dst.nbytes
     pieces = []
     for offset in range(0, size, PIECE_BYTES):
         n_bytes = min(PIECE_BYTES, size - offset)
@@ -58,15 +59,25 @@ def _contiguous_pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
     return pieces
 
 
-def copy_runs(start: int, arrays: Sequence[Array], *, stream: bool) -> None:
-    """Copy contiguous arrays one after the other to an address, in one call without the GIL."""
+def copy_runs(dst: Array, arrays: Sequence[Array], *, stream: bool) -> None:
+    """Copy contiguous arrays one after the other into a flat one, in one call without the GIL."""
+    kernel = copy_kernels.segments(stream=stream)
+    if kernel is None:
+        np.concatenate(arrays, axis=None, out=dst)
+        return
     sizes = [array.nbytes for array in arrays]
     table = np.empty((3, len(arrays)), np.int64)
-    table[0] = list(itertools.accumulate(sizes[:-1], initial=start))
-    table[1] = [array.ctypes.data for array in arrays]
+    table[0] = list(itertools.accumulate(sizes[:-1], initial=address(dst)))
+    table[1] = [address(array) for array in arrays]
     table[2] = sizes
-    dst, src, size = (table.ctypes.data + row * table.strides[0] for row in range(3))
-    copy_kernels.segments(stream=stream)(dst, src, size, len(arrays))
+    kernel(*(address(row) for row in table), len(arrays))
+
+
+def address(array: Array) -> int:
+    """Return where the first element lies."""
+    # Not by the attribute `ctypes`: it imports a module, for which it is too late while the interpreter ends.
+    start: int = array.__array_interface__["data"][0]
+    return start
 
 
 def _blocks(dst: Array, src: Array) -> Iterator[tuple[Array, Array]]:
@@ -125,11 +136,13 @@ def _copy_by_kernel(dst: Array, src: Array, *, stream: bool) -> bool:
         kernel, sizes = _transposing_kernel(item_bytes, sizes, stream=stream)
     else:
         return False
+    if kernel is None:
+        return False
     outer = [axis for axis in range(len(shape)) if axis not in inner]
     block_bytes = item_bytes * int(np.prod([shape[axis] for axis in inner]))
     if outer and block_bytes < _KERNEL_BLOCK_BYTES:
         return False
-    to, start = dst.ctypes.data, src.ctypes.data
+    to, start = address(dst), address(src)
     for index in itertools.product(*(range(shape[axis]) for axis in outer)):
         to_offset = sum(i * dst_strides[axis] for i, axis in zip(index, outer, strict=True))
         offset = sum(i * src_strides[axis] for i, axis in zip(index, outer, strict=True))
@@ -173,7 +186,7 @@ def _cast(dst: Array, src: Array, *, stream: bool) -> None:
 
 
 def _convert(dst: Array, src: Array, *, stream: bool) -> None:
-    stream = stream and dst.ctypes.data % dst.itemsize == 0
+    stream = stream and address(dst) % dst.itemsize == 0
     kernel = cast_kernels.cast_kernel(src.dtype, dst.dtype, stream=stream)
     if kernel is None or not dst.flags.c_contiguous:
         np.copyto(dst, src, casting="unsafe")
@@ -182,7 +195,7 @@ def _convert(dst: Array, src: Array, *, stream: bool) -> None:
         packed = np.empty(src.shape, src.dtype)
         _copy(packed, src, stream=False)
         src = packed
-    flags = kernel(dst.ctypes.data, src.ctypes.data, dst.size)
+    flags = kernel(address(dst), address(src), dst.size)
     # NumPy itself reports what a kernel has seen, so that it follows the caller's errstate.
     if flags & cast_kernels.OVERFLOW:
         np.array(np.finfo(src.dtype).max).astype(dst.dtype)

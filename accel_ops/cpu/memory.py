@@ -13,14 +13,13 @@ import contextlib
 import itertools
 import mmap
 import os
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from accel_ops.errors import HostMemoryWarning
+from accel_ops.errors import HostMemoryWarning, warn
 from accel_ops.limits import available_memory
 
 __all__ = ["HostMemoryInfo", "empty", "host_memory_info", "release_host_memory"]
@@ -31,6 +30,7 @@ _ALIGNMENT = 64
 _RECENT_REQUESTS = 32
 _MAX_CACHE_BYTES = 1 << 30
 _CACHE_VARIABLE = "ACCEL_OPS_CACHE_MIB"
+_MOST_DIGITS = 12  # of that variable: more MiB than a 64-bit address space has
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Block:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel built without huge pages
                 self.mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.address: int = np.frombuffer(self.mapping, np.uint8).ctypes.data
+        self.address: int = np.frombuffer(self.mapping, np.uint8).__array_interface__["data"][0]
         self.size = size
 
 
@@ -107,8 +107,8 @@ class _Cache:
         size = size_class(n_bytes)
         self._recent.append(size)
         block = self._take(size)
+        self.trim()
         if block is None:
-            self.trim()
             block = self._map(size)
         lease = _Lease(self, block, n_bytes)
         self._leased[id(lease)] = size
@@ -127,9 +127,9 @@ class _Cache:
         unmapped = 0
         while unmapped < excess:
             oldest: list[_Block] = []
-            for blocks in list(self._free.values()):
+            for size in list(self._free):
                 with contextlib.suppress(IndexError):  # none of this size, or another thread took it
-                    oldest.append(blocks[0])
+                    oldest.append(self._free[size][0])
             if not oldest:
                 break
             block = min(oldest, key=lambda block: block.freed)
@@ -147,12 +147,13 @@ class _Cache:
         return self._cap
 
     def cached_bytes(self) -> int:
-        return sum(size * len(blocks) for size, blocks in list(self._free.items()))
+        # A list of keys is made in one step. One of pairs allocates, which may let a lease end and add a key.
+        return sum(size * len(self._free[size]) for size in list(self._free))
 
     def info(self) -> HostMemoryInfo:
         return HostMemoryInfo(
             cached_bytes=self.cached_bytes(),
-            cached_blocks=sum(len(blocks) for blocks in list(self._free.values())),
+            cached_blocks=sum(len(self._free[size]) for size in list(self._free)),
             in_use_bytes=sum(list(self._leased.values())),
             limit_bytes=self.limit(),
             cap_bytes=self.cap(),
@@ -166,11 +167,11 @@ class _Cache:
     def _map(self, size: int) -> _Block:
         try:
             return _Block(size)
-        except OSError:
+        except (OSError, OverflowError):
             self.trim(0)
         try:
             return _Block(size)
-        except OSError as exc:
+        except (OSError, OverflowError) as exc:
             msg = f"the operating system refused {size} bytes for an output; free memory or join fewer arrays"
             raise MemoryError(msg) from exc
 
@@ -186,12 +187,12 @@ def _configured_cap() -> int:
     text = os.environ.get(_CACHE_VARIABLE, "").strip()
     if not text:
         return default
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
         msg = (
             f"{_CACHE_VARIABLE} must be a whole number of MiB (0 keeps nothing), got {text!r}; "
             f"the default of {default >> 20} MiB is used"
         )
-        warnings.warn(msg, HostMemoryWarning, stacklevel=2)
+        warn(msg, HostMemoryWarning)
         return default
     return int(text) << 20
 
@@ -217,7 +218,7 @@ def empty(shape: Iterable[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         memory = np.asarray(_cache.lease(n_bytes))
     else:
         memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % _ALIGNMENT
+        start = -memory.__array_interface__["data"][0] % _ALIGNMENT
         memory = memory[start : start + n_bytes]
     return memory.view(dtype).reshape(shape)
 

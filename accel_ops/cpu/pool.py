@@ -14,9 +14,13 @@ whose single operations are atomic, so a signal handler or a fork finds nothing 
 a new pool, and a call that was being run by the thread that forked does what its lost helpers had taken again.
 """
 
+import _thread
+import contextlib
 import contextvars
+import itertools
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -92,8 +96,8 @@ class Call:
         self._process = os.getpid()
         self._issued: list[_Ticket] = []
         self._tickets: list[_Ticket] = []  # issued, and not yet used
-        self._entered: list[None] = []  # one for each helper that looked for a ticket ...
-        self._left: list[None] = []  # ... and one for each that is done with the call
+        self._entered: list[int] = []  # the process of each helper that looked for a ticket ...
+        self._left: list[int] = []  # ... and of each that is done with the call
         self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failures: dict[int, BaseException] = {}
         self._finished: list[int] = []
@@ -111,6 +115,8 @@ class Call:
         tasks: Sequence[int] | None,
     ) -> None:
         """See `run`."""
+        if n_pieces == 0:
+            return
         starts: Sequence[int] = range(n_pieces) if tasks is None else tasks
         self._function = function
         self._ranges = list(zip(starts, [*starts[1:], n_pieces], strict=True))
@@ -118,21 +124,16 @@ class Call:
         self._context = contextvars.copy_context()
         self._context.run(_inside_call.set, True)
         try:
+            # Settling again is harmless. Each time covers one interrupt that fell between two steps of the last.
             try:
-                helpers = min(workers, len(self._ranges)) - 1
-                if helpers > 0 and not is_inside_call():
-                    _pool.lend(self, helpers, budget)
-                self._take_tasks(caller=True)
-            except BaseException:
-                self.cancelled = True
-                raise
+                try:
+                    self._share(min(workers, len(self._ranges)) - 1, budget)
+                finally:
+                    self._settle()
             finally:
                 self._settle()
-        except BaseException:
-            self.cancelled = True
-            self._settle()  # again: an interrupt may have come before the line above could do its work
-            raise
         finally:
+            self._settle()
             failures, self._failures = self._failures, {}
             self._forget()
         if failures:
@@ -145,16 +146,29 @@ class Call:
 
     def help(self) -> None:
         """Take tasks as a worker thread, if there is a ticket left for one."""
-        self._entered.append(None)
+        process = os.getpid()
+        ticket = None
+        self._entered.append(process)
         try:
-            ticket = self._tickets.pop()
+            if self._tickets:
+                ticket = self._tickets.pop()
+                self._take_tasks(caller=False)
         except IndexError:
-            self._left.append(None)
-            return
-        self._take_tasks(caller=False)
-        _pool.busy.pop(ticket, None)
-        self._left.append(None)
-        self._changed.put(None)
+            pass  # another worker, or the caller, was faster
+        finally:
+            if ticket is not None:
+                _pool.busy.pop(ticket, None)
+            self._left.append(process)
+            self._changed.put(None)
+
+    def _share(self, helpers: int, budget: int) -> None:
+        try:
+            if helpers > 0 and not is_inside_call():
+                _pool.lend(self, helpers, budget)
+            self._take_tasks(caller=True)
+        except BaseException:
+            self.cancelled = True
+            raise
 
     def _take_tasks(self, *, caller: bool) -> None:
         for index in self._indices:
@@ -180,31 +194,38 @@ class Call:
                     raise
                 self._failures[piece] = exc
                 return
+            finally:
+                if not caller and os.getpid() != self._process:
+                    # The piece forked and came back: this child has no caller to return to.
+                    os._exit(1 if piece in self._failures else 0)
         self._finished.append(index)
 
     def _settle(self) -> None:
-        """Void the tickets left and wait until no helper is inside. May be called again after an interrupt."""
+        """Void the tickets left, wait until no helper is inside, do what helpers lost by a fork had not done."""
         self._tickets.clear()
-        if os.getpid() != self._process:
-            self._redo_after_fork()
         interrupt: BaseException | None = None
-        while len(self._left) < len(self._entered):
+        while True:
             try:
-                self._changed.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
+                while self._left.count(process := os.getpid()) < self._entered.count(process):
+                    with contextlib.suppress(queue.Empty):
+                        self._changed.get(timeout=_POLL_S)
+                break
             except BaseException as exc:  # noqa: BLE001 - raised below, when nothing runs any more
                 self.cancelled = True
                 interrupt = interrupt or exc
-        for ticket in self._issued:
-            _pool.busy.pop(ticket, None)
-        if interrupt is not None:
-            raise interrupt
+        try:
+            if interrupt is not None:
+                raise interrupt
+            if process != self._process:
+                self._redo_after_fork(process)
+        finally:
+            del interrupt  # the traceback holds this frame
+            for ticket in self._issued:
+                _pool.busy.pop(ticket, None)
 
-    def _redo_after_fork(self) -> None:
+    def _redo_after_fork(self, process: int) -> None:
         """Run what helpers had begun or might have begun: in this forked child they no longer exist."""
-        self._process = os.getpid()
-        self._entered, self._left = [], []
+        self._process = process
         if not self.cancelled:
             for index in sorted(set(range(len(self._ranges))) - set(self._finished)):
                 self._run_task(index, caller=True)
@@ -228,10 +249,10 @@ class _Pool:
     """The worker threads of one process."""
 
     def __init__(self) -> None:
-        self.workers: list[_Worker] = []
+        self.workers: list[object] = []  # one entry for each thread that runs or is being started
         self.busy: dict[_Ticket, None] = {}  # tickets that are issued and neither void nor handed back
         self.queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._starting = threading.RLock()  # reentrant: a signal handler may interrupt its own thread
+        self._numbers = itertools.count()
 
     def lend(self, call: Call, helpers: int, budget: int) -> None:
         """Give a call up to ``helpers`` workers that are free, while the process keeps within its budget.
@@ -247,42 +268,43 @@ class _Pool:
             if len(self.busy) > budget - 1:
                 del self.busy[ticket]
                 break
-        self._start_workers(len(self.busy))
-        for ticket in call._issued:
-            if ticket in self.busy:
+        self._start_workers(min(len(self.busy), budget - 1))
+        for position, ticket in enumerate(call._issued):
+            if position >= len(self.workers):
+                self.busy.pop(ticket, None)  # the system refused the thread
+            elif ticket in self.busy:
                 call._tickets.append(ticket)
                 self.queue.put(call)
 
     def _start_workers(self, n: int) -> None:
-        if len(self.workers) >= n:
-            return
-        with self._starting:
-            missing = n - len(self.workers)
-            while missing > 0:
-                worker = _Worker(self, len(self.workers))
-                try:
-                    worker.start()
-                except (RuntimeError, MemoryError):  # refused by the system, or the interpreter is ending
-                    missing //= 2
-                else:
-                    self.workers.append(worker)
-                    missing -= 1
+        """Have n workers, or as many as the system grants: asking for ever fewer where it refuses.
 
+        Nobody waits until a thread has begun. One that is started while the interpreter ends never would.
+        """
+        while len(self.workers) < n and not sys.is_finalizing():
+            place = object()
+            self.workers.append(place)
+            try:
+                if len(self.workers) > n:  # another caller took the last place at the same time
+                    self.workers.remove(place)
+                    return
+                _thread.start_new_thread(self._work, (place, next(self._numbers)))
+            except (RuntimeError, MemoryError):
+                self.workers.remove(place)
+                n = (n + len(self.workers)) // 2
 
-class _Worker(threading.Thread):
-    """A thread that waits for calls to help with, until the process ends."""
-
-    def __init__(self, pool: _Pool, index: int) -> None:
-        super().__init__(name=f"accel-ops-{index}", daemon=True)
-        self._pool = pool
-
-    def run(self) -> None:
-        reset_floating_point_environment()
-        process = os.getpid()
-        while os.getpid() == process:  # False in a child forked by a piece that this thread was running
-            call = self._pool.queue.get()
-            call.help()
-            del call  # an idle worker keeps nobody's arrays alive
+    def _work(self, place: object, number: int) -> None:
+        """Help with calls until the process ends."""
+        try:
+            threading.current_thread().name = f"accel-ops-{number}"
+            reset_floating_point_environment()
+            _inside_call.set(True)  # for finalisers that run between two pieces
+            while True:
+                call = self.queue.get()
+                call.help()
+                del call  # an idle worker keeps nobody's arrays alive
+        finally:
+            self.workers.remove(place)
 
 
 _pool = _Pool()

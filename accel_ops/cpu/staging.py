@@ -151,10 +151,10 @@ class _Plan:
         if self._runs:
             runs, self._runs, self._collected_bytes = self._runs, [], 0
             size = sum(array.nbytes for array in runs)
-            item_bytes = self._out.nbytes // self._out.shape[self._axis or 0]
-            start = self._out.ctypes.data + self._stop * item_bytes - size
+            stop = self._stop * (self._out.size // self._out.shape[self._axis or 0])
+            dst = self._out.reshape(-1)[stop - size // self._out.itemsize : stop]
             self._tasks.append(len(self._pieces))
-            self._pieces.append(functools.partial(copying.copy_runs, start, runs, stream=self._stream))
+            self._pieces.append(functools.partial(copying.copy_runs, dst, runs, stream=self._stream))
             self._shared_bytes += size
 
     def _part(self, length: int) -> Array:
