@@ -562,7 +562,7 @@ def test_an_axis_is_an_integer(axis, shape):
     arrays = [np.ones((2, 3)), np.ones(shape)]
     with pytest.raises(TypeError):
         np.concatenate(arrays, axis)
-    with pytest.raises(TypeError, match="`axis` must be an integer in .*, got"):
+    with pytest.raises(TypeError, match=r"`axis` must be an integer in .*, got"):
         ops.concatenate(arrays, axis)
 
 
