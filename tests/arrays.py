@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import accel_ops as ops
-from accel_ops.cpu import copying, staging
+from accel_ops import staging as public
+from accel_ops.cpu import copying, plan, staging
 
 settings.register_profile(
     "arrays",
@@ -29,7 +30,9 @@ _ENGINES: dict[str, dict[str, int]] = {
     "as shipped": {},
     "tiny pieces": {
         "SMALL_BYTES": 1,
-        "SMALL_ARRAY_BYTES": 1,
+        "SMALL_CHANGED_BYTES": 1,
+        "_SMALL_ARRAY_BYTES": 1,
+        "_TINY_BYTES": 1,
         "_GRAIN_BYTES": 1,
         "_STREAMED_BYTES": 1 << 62,
         "PIECE_BYTES": 64,
@@ -38,7 +41,9 @@ _ENGINES: dict[str, dict[str, int]] = {
     },
     "tiny pieces streamed": {
         "SMALL_BYTES": 1,
-        "SMALL_ARRAY_BYTES": 40,
+        "SMALL_CHANGED_BYTES": 1,
+        "_SMALL_ARRAY_BYTES": 40,
+        "_TINY_BYTES": 40,
         "_GRAIN_BYTES": 1,
         "_STREAMED_BYTES": 1,
         "PIECE_BYTES": 900,
@@ -55,7 +60,8 @@ def running(engine: str, budget: int = 2) -> Iterator[None]:
     """Run calls on an engine of that name under a thread budget."""
     with pytest.MonkeyPatch.context() as patch, ops.threads(budget):
         for name, value in _ENGINES[engine].items():
-            patch.setattr(staging if hasattr(staging, name) else copying, name, value)
+            module = next(each for each in (public, staging, plan, copying) if hasattr(each, name))
+            patch.setattr(module, name, value)
         yield
 
 

@@ -1,29 +1,24 @@
-"""Fill one output from many arrays: pieces planned over all of them, run by the pool."""
+"""Fill one output from many arrays: small ones on the calling thread, large ones by a plan of pieces."""
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from accel_ops import budget
-from accel_ops.cpu import copying, pool
+from accel_ops.cpu import pool
 from accel_ops.cpu.floating_point import call_in_default_environment
 from accel_ops.cpu.memory import is_plain
+from accel_ops.cpu.plan import Plan
 
-__all__ = ["SMALL_ARRAY_BYTES", "SMALL_BYTES", "fill", "join"]
+__all__ = ["SMALL_BYTES", "SMALL_CHANGED_BYTES", "fill", "join"]
 
 Array = np.ndarray[Any, Any]
 
-# Below this much output NumPy alone is as fast as waking a thread, and the kernels need not be loaded.
-SMALL_BYTES = 4 << 20
-# NumPy copies arrays below this while it holds the GIL most of the time: many of them make one piece.
-SMALL_ARRAY_BYTES = 16 << 10
-# Work that pays for one more thread: about as long as waking it takes (13 to 85 us).
-_GRAIN_BYTES = 1 << 20
-# Outputs from here on are stored past the caches.
-_STREAMED_BYTES = 8 << 20
+# Below this much output NumPy alone is as fast on data in the cache as two threads that must be woken first.
+SMALL_BYTES = 8 << 20
+# The same where the layout or the dtype changes on the way, at which NumPy is several times slower.
+SMALL_CHANGED_BYTES = 1 << 20
 
 
 def join(
@@ -37,12 +32,11 @@ def join(
     call: pool.Call | None = None,
 ) -> None:
     """Write the arrays, joined along an axis, into ``out``, which overlaps none of them. See `concatenate`."""
-    plain = is_plain(out.dtype) and all(is_plain(array.dtype) for array in arrays)
-    if out.nbytes < SMALL_BYTES or not plain:
+    if _is_small(out, arrays):
         on_caller = functools.partial(np.concatenate, arrays, axis, out=out, casting=casting)
         pool.run(lambda _piece: call_in_default_environment(on_caller), 1, workers=1, call=call)
         return
-    plan = _Plan(out, axis, min_chunk_bytes)
+    plan = Plan(out, axis, min_chunk_bytes)
     for array in arrays:
         plan.add(array)
     plan.run(max_workers, call)
@@ -50,120 +44,18 @@ def join(
 
 def fill(dst: Array, src: Array) -> None:
     """Write one array into another of the same shape. That the cast is allowed has been checked."""
-    if dst.nbytes < SMALL_BYTES or not (is_plain(dst.dtype) and is_plain(src.dtype)):
+    if _is_small(dst, [src]):
         call_in_default_environment(functools.partial(np.copyto, dst, src, casting="unsafe"))
         return
-    plan = _Plan(dst, None, 0)
+    plan = Plan(dst, None, 0)
     plan.add_pieces(dst, src)
     plan.run(None, None)
 
 
-class _Plan:
-    """The pieces of one join, in the order of the output."""
-
-    def __init__(self, out: Array, axis: int | None, min_chunk_bytes: int) -> None:
-        self._out, self._axis, self._min_chunk_bytes = out, axis, min_chunk_bytes
-        self._stream = out.nbytes >= _STREAMED_BYTES
-        self._stop = 0  # where the arrays so far end, along the axis
-        # Where consecutive elements along the axis lie one after the other, so that an array may be one run.
-        self._is_flat = out.flags.c_contiguous and (axis is None or math.prod(out.shape[:axis]) == 1)
-        self._group: list[Array] = []  # small arrays that will make one piece
-        self._runs: list[Array] = []  # contiguous arrays of no more than a piece that will make one
-        self._collected_bytes = 0  # in either of them
-        self._pieces: list[Callable[[], object]] = []
-        self._tasks: list[int] = []
-        self._shared_bytes = 0  # of pieces that gain from more than one thread
-
-    def add(self, array: Array) -> None:
-        length = array.size if self._axis is None else array.shape[self._axis]
-        if array.nbytes < SMALL_ARRAY_BYTES:
-            self._close_runs()
-            self._collect(self._group, array, length)
-        elif self._is_run(array):
-            self._close_group()
-            self._collect(self._runs, array, length)
-        else:
-            self._close()
-            self._stop += length
-            dst = self._part(length)
-            self.add_pieces(dst.reshape(array.shape) if self._axis is None else dst, array)
-
-    def add_pieces(self, dst: Array, src: Array) -> None:
-        pieces = copying.pieces(dst, src, stream=self._stream)
-        self._begin_tasks([piece.n_bytes for piece in pieces])
-        self._pieces += [piece.run for piece in pieces]
-        self._shared_bytes += dst.nbytes
-
-    def _begin_tasks(self, sizes: list[int]) -> None:
-        """Put consecutive pieces of one array together, so that no task is smaller than the least chunk."""
-        least = self._min_chunk_bytes
-        first = len(self._pieces)
-        task_bytes, rest = 0, sum(sizes)
-        for index, size in enumerate(sizes, start=first):
-            if index == first or (task_bytes >= least and rest >= least):
-                self._tasks.append(index)
-                task_bytes = 0
-            task_bytes += size
-            rest -= size
-
-    def run(self, max_workers: int | None, call: pool.Call | None) -> None:
-        self._close()
-        threads = budget.get_num_threads()
-        if max_workers is not None:
-            threads = min(threads, max_workers)
-        pieces = self._pieces
-        pool.run(
-            lambda index: pieces[index](),
-            len(pieces),
-            workers=min(threads, max(1, self._shared_bytes // _GRAIN_BYTES)),
-            budget=threads,
-            tasks=self._tasks,
-            call=call,
-        )
-
-    def _is_run(self, array: Array) -> bool:
-        return (
-            self._is_flat
-            and array.nbytes <= copying.PIECE_BYTES
-            and array.flags.c_contiguous
-            and array.dtype == self._out.dtype
-        )
-
-    def _collect(self, arrays: list[Array], array: Array, length: int) -> None:
-        arrays.append(array)
-        self._stop += length
-        self._collected_bytes += array.nbytes
-        if self._collected_bytes >= copying.PIECE_BYTES:
-            self._close()
-
-    def _close(self) -> None:
-        self._close_group()
-        self._close_runs()
-
-    def _close_group(self) -> None:
-        if self._group:
-            group, self._group, self._collected_bytes = self._group, [], 0
-            length = sum(array.size if self._axis is None else array.shape[self._axis] for array in group)
-            self._tasks.append(len(self._pieces))
-            self._pieces.append(functools.partial(_join_group, group, self._axis, self._part(length)))
-
-    def _close_runs(self) -> None:
-        if self._runs:
-            runs, self._runs, self._collected_bytes = self._runs, [], 0
-            size = sum(array.nbytes for array in runs)
-            stop = self._stop * (self._out.size // self._out.shape[self._axis or 0])
-            dst = self._out.reshape(-1)[stop - size // self._out.itemsize : stop]
-            self._tasks.append(len(self._pieces))
-            self._pieces.append(functools.partial(copying.copy_runs, dst, runs, stream=self._stream))
-            self._shared_bytes += size
-
-    def _part(self, length: int) -> Array:
-        """Return the last ``length`` of what has been planned of the output."""
-        before = (slice(None),) * (self._axis or 0)
-        part: Array = self._out[(*before, slice(self._stop - length, self._stop))]
-        return part
-
-
-def _join_group(group: list[Array], axis: int | None, dst: Array) -> None:
-    join_group = functools.partial(np.concatenate, group, axis, out=dst, casting="unsafe")
-    call_in_default_environment(join_group)
+def _is_small(out: Array, arrays: Sequence[Array]) -> bool:
+    """Return whether NumPy alone shall do it: it is little, or its elements are more than their bytes."""
+    if out.nbytes < SMALL_CHANGED_BYTES:
+        return True
+    if not (is_plain(out.dtype) and all(is_plain(array.dtype) for array in arrays)):
+        return True
+    return out.nbytes < SMALL_BYTES and all(array.flags.c_contiguous and array.dtype == out.dtype for array in arrays)
