@@ -379,7 +379,8 @@ def test_a_finaliser_that_shuts_down_in_the_middle_of_the_call_does_not_wait_for
     if wait:
         assert np.array_equal(outcomes[0], np.concatenate(arrays))
     else:
-        assert isinstance(outcomes[0], ops.ShutdownError)
+        # The other thread may have been through with all pieces by then.
+        assert isinstance(outcomes[0], ops.ShutdownError) or np.array_equal(outcomes[0], np.concatenate(arrays))
 
 
 HANDLER = """
