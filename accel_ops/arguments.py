@@ -3,16 +3,20 @@
 Each check states the rule, the value received and the cure, and raises the error that NumPy raises.
 """
 
+from __future__ import annotations
+
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
 
 from accel_ops.cpu import memory
 from accel_ops.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedArrayError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
 
 __all__ = [
     "as_array",

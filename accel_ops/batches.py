@@ -1,18 +1,22 @@
 """A batch that its producers fill in place, which saves the copy that a join is."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
 
 from accel_ops import dispatch
 from accel_ops.arguments import as_array, check_casts, normalize_axis, plain_dtype
 from accel_ops.cpu import memory
 from accel_ops.cpu import staging as cpu
 from accel_ops.errors import ShapeMismatchError, UnfilledSlotError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
 
 __all__ = ["Batch", "batch"]
 

@@ -1,17 +1,21 @@
 """ParallelArrayOps: joins for a loader that wants an object with a cap on threads and an end."""
 
+from __future__ import annotations
+
 import os
 import threading
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from accel_ops import dispatch, staging
 from accel_ops.cpu import pool
 from accel_ops.errors import ShutdownError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 __all__ = ["ParallelArrayOps"]
 
@@ -54,7 +58,7 @@ class ParallelArrayOps:
 
     # Class attributes, so that __del__ finds them after a failed __init__.
     _closed = False
-    _calls: "dict[_OpenCall, None]"
+    _calls: dict[_OpenCall, None]
 
     def __init__(self, accelerator: object = None, max_workers: int = 24) -> None:
         self._calls = {}

@@ -1,10 +1,11 @@
 """Join host arrays into one batch: `concatenate` and `stack`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
 
 from accel_ops import dispatch
 from accel_ops.arguments import (
@@ -24,6 +25,9 @@ from accel_ops.arguments import (
 from accel_ops.cpu import memory, pool
 from accel_ops.cpu import staging as cpu
 from accel_ops.errors import ShapeMismatchError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
 
 __all__ = ["concatenate", "stack"]
 

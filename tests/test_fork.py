@@ -721,7 +721,7 @@ def test_all_locks_around_compilation_are_found():
             "Whether the function, in another thread, ends only when the lock is released."
             ended = threading.Event()
             thread = threading.Thread(target=lambda: (function(), ended.set()))
-            with lock:
+            with lock:  # an RLock, by which neither library can tell us from one of its own threads
                 thread.start()
                 waited = not ended.wait(0.5)
             assert ended.wait(20)
@@ -812,6 +812,27 @@ def test_a_child_forked_while_a_thread_imports_the_compiler_can_compile(module):
         verify()
         """,
         arguments=[module],
+    )
+
+
+def test_a_fork_from_within_an_import_of_a_compiler_does_not_wait_for_it():
+    """A handler that forks while its own thread imports llvmlite gets its child at once."""
+    run(
+        """
+        children = []
+
+        class Interrupting:
+            def find_spec(self, name, path=None, target=None):
+                if name == "llvmlite.binding.value":
+                    children.append(in_child(lambda: None))
+                return None
+
+        sys.meta_path.insert(0, Interrupting())
+        import llvmlite.binding
+        check(*children)
+        verify()
+        """,
+        deadline_s=30,
     )
 
 

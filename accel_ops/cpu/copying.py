@@ -7,8 +7,7 @@ alone; what a kernel cannot do is left to NumPy, which does it slower and with t
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,7 @@ __all__ = ["PIECE_BYTES", "Piece", "address", "copy_runs", "pieces"]
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One call that copies a part of the output."""
 
     run: Callable[[], object]

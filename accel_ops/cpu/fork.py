@@ -6,24 +6,32 @@ a compiler, and keeps it so until the fork is done. Everything else is built so 
 pool starts afresh in the child, the memory cache consists of atomic steps.
 """
 
-import contextlib
-import importlib
+import logging
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 from accel_ops.cpu.native import the_compiler
 
 __all__: list[str] = []
 
+# Hooks before a fork run in the reverse order of their registration, and logging's takes a lock that a thread
+# which imports or compiles may need. Importing it here makes its hook the earlier one: it runs after ours.
+_ = logging
+
 _COMPILERS = ("llvmlite", "llvmlite.binding", "numba")
+
+# A fork is not held up for longer, whatever the other thread is waiting for.
+_DEADLINE_S = 60.0
+_POLL_S = 0.001
 
 # What the forks that are under way in a thread hold. A signal handler may fork in the middle of a fork.
 _forks = threading.local()
 
 
-def _foreign_locks() -> list[contextlib.AbstractContextManager[object]]:
+def _foreign_locks() -> list[Any]:
     """Return the locks around compilation in Numba and llvmlite, in the order in which a thread takes them.
 
     They are internals, looked up where they are loaded, whoever loaded them. A test notices if they go.
@@ -31,37 +39,62 @@ def _foreign_locks() -> list[contextlib.AbstractContextManager[object]]:
     locks: list[Any] = []
     numba_compiler = sys.modules.get("numba.core.compiler_lock")
     if numba_compiler is not None and hasattr(numba_compiler, "global_compiler_lock"):
-        locks.append(numba_compiler.global_compiler_lock)
+        locks.append(numba_compiler.global_compiler_lock._lock)
     llvmlite_library = sys.modules.get("llvmlite.binding.ffi")
     if llvmlite_library is not None and hasattr(llvmlite_library, "lib"):
-        locks.append(llvmlite_library.lib._lock)
+        locks.append(llvmlite_library.lib._lock._lock)
     return locks
 
 
-def _finish_imports() -> None:
-    """Wait for another thread that is importing a compiler: importing a module waits for its import."""
-    for name in _COMPILERS:
-        module = sys.modules.get(name)
-        if module is not None and getattr(module.__spec__, "_initializing", False):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
+def _is_importing_elsewhere() -> bool:
+    """Return whether another thread is in the middle of importing a compiler."""
+    modules = (sys.modules.get(name) for name in _COMPILERS)
+    specs = (module.__spec__ for module in modules if module is not None)
+    return any(getattr(spec, "_initializing", False) for spec in specs) and not _is_importing_here()
+
+
+def _is_importing_here() -> bool:
+    """Return whether this fork comes from within such an import, by a signal handler say."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals["__name__"].partition(".")[0] in _COMPILERS:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _Fork:
+    """What one fork holds: the right to compile and the locks around compilation elsewhere."""
+
+    def __init__(self) -> None:
+        self._locks: list[Any] = []
+
+    def prepare(self) -> None:
+        deadline = time.monotonic() + _DEADLINE_S
+        while not the_compiler.take_unless_held_here(self) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        while _is_importing_elsewhere() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for lock in _foreign_locks():
+            if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                self._locks.append(lock)
+
+    def finish(self) -> None:
+        while self._locks:
+            self._locks.pop().release()
+        the_compiler.drop(self)
 
 
 def _before() -> None:
-    held = contextlib.ExitStack()
-    if not hasattr(_forks, "stacks"):
-        _forks.stacks = []
-    _forks.stacks.append(held)
-    attempt = object()
-    held.callback(the_compiler.drop, attempt)
-    the_compiler.wait(attempt)
-    _finish_imports()
-    for lock in _foreign_locks():
-        held.enter_context(lock)
+    fork = _Fork()
+    if not hasattr(_forks, "under_way"):
+        _forks.under_way = []
+    _forks.under_way.append(fork)
+    fork.prepare()
 
 
 def _after() -> None:
-    _forks.stacks.pop().close()
+    _forks.under_way.pop().finish()
 
 
 os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after)

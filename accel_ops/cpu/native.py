@@ -15,7 +15,6 @@ import itertools
 import mmap
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -50,10 +49,9 @@ class Claim:
         if self._holder.get("holder", (0, None))[1] is attempt:
             del self._holder["holder"]
 
-    def wait(self, attempt: object) -> None:
-        """Take the right as soon as no other thread has it; at once where this thread has it already."""
-        while not self.take(attempt) and self._holder.get("holder", (0, None))[0] != threading.get_ident():
-            time.sleep(0.001)
+    def take_unless_held_here(self, attempt: object) -> bool:
+        """Take the right if it is free; return whether no other thread has it now."""
+        return self.take(attempt) or self._holder.get("holder", (0, None))[0] == threading.get_ident()
 
 
 the_compiler = Claim()
