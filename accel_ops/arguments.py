@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy as np
 
 from accel_ops.cpu import memory
+from accel_ops.dispatch import Array
 from accel_ops.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedArrayError
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike
+    from numpy.typing import DTypeLike
 
 __all__ = [
     "as_array",
@@ -34,8 +35,8 @@ __all__ = [
     "plain_dtype",
 ]
 
-Array = np.ndarray[Any, Any]
-
+_T = TypeVar("_T")
+_NUMPYS = np.ndarray.__array_function__
 _LARGEST_CHUNK_MEBIBYTES = 1 << 40  # larger than any array: each one is a single piece
 
 
@@ -53,14 +54,17 @@ def may_overlap(out: Array, arrays: Sequence[Array]) -> bool:
 def normalize_axis(axis: SupportsIndex, ndim: int, name: str) -> int:
     """Return the axis counted from 0, or raise what NumPy raises."""
     if ndim == 0:
-        msg = f"arrays to {name} must have at least one dimension, got a 0-d array; use stack for scalars"
+        msg = f"inputs of {name} must have at least one dimension, got a 0-d one; give it a length, or use stack"
         raise ValueError(msg)
     allowed = f"`axis` must be an integer in [{-ndim}, {ndim - 1}] for {name} of {ndim}-d arrays"
     # NumPy's stack takes True for 1, its concatenate does not.
-    if not hasattr(axis, "__index__") or (isinstance(axis, (bool, np.bool)) and name != "stack"):
-        msg = f"{allowed}, got {axis!r}; pass one of those"
+    try:
+        number = None if isinstance(axis, (bool, np.bool)) and name != "stack" else operator.index(axis)
+    except TypeError:
+        number = None
+    if number is None:
+        msg = f"{allowed}, got {axis!r}; pass one of those, and arrays together in one list"
         raise TypeError(msg)
-    number = operator.index(axis)
     if not -ndim <= number < ndim:
         raise np.exceptions.AxisError(number, ndim, f"{allowed}, got {number}; pass one of those")
     return number % ndim
@@ -83,12 +87,12 @@ def chunk_bytes(min_chunk_size_mb: float | None) -> int:
     return math.ceil(float(min_chunk_size_mb) * (1 << 20))
 
 
-def as_iterable(arrays: Iterable[ArrayLike], name: str) -> Iterable[ArrayLike]:
+def as_iterable(arrays: Iterable[_T], name: str) -> Iterable[_T]:
     """Return the argument if it can be iterated over."""
     try:
         return iter(arrays)
     except TypeError as exc:
-        msg = f"{name} takes an iterable of arrays, got {arrays!r}; put a single array into a list ({exc})"
+        msg = f"{name} takes an iterable of arrays, got {arrays!r}; pass a list of arrays ({exc})"
         raise TypeError(msg) from None
 
 
@@ -96,35 +100,44 @@ def as_array(value: Any, name: str) -> Array:
     """Return an ndarray, or a subclass that loses nothing in a join."""
     if type(value) is np.ndarray:
         return value
-    if isinstance(value, np.ndarray):
-        array = value
+    kind = type(value)
+    if getattr(kind, "__array_function__", _NUMPYS) is not _NUMPYS:
+        array = value  # NumPy would let it decide; here it would lose what it carries
     elif hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
-        return np.from_dlpack(value)
+        return _from_dlpack(value, name)
     else:
         array = np.asanyarray(value)
-    kind = type(array)
-    if kind.__array_function__ is not np.ndarray.__array_function__ or isinstance(array, np.ma.MaskedArray):
+        kind = type(array)
+    if getattr(kind, "__array_function__", None) is not _NUMPYS or isinstance(array, np.ma.MaskedArray):
         msg = (
             f"{name} takes plain arrays, got {kind.__module__}.{kind.__qualname__}, whose mask, unit or the like would "
             f"be lost; pass numpy.asarray(array) to join the bare values, or use the function that its library has"
         )
         raise UnsupportedArrayError(msg)
-    return array
+    result: Array = array
+    return result
 
 
-def joined_shape(arrays: Sequence[Array], axis: int | None, name: str) -> tuple[int, ...]:
-    """Return the shape of the result."""
+def _from_dlpack(value: Any, name: str) -> Array:
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError) as exc:
+        msg = f"{name} takes arrays in host memory, got {type(value).__qualname__}; copy it to the host first ({exc})"
+        raise UnsupportedArrayError(msg) from exc
+
+
+def joined_shape(shapes: Sequence[tuple[int, ...]], axis: int | None, name: str) -> tuple[int, ...]:
+    """Return the shape of what arrays of these shapes make together."""
     if axis is None:
-        return (sum(array.size for array in arrays),)
-    first = arrays[0].shape
+        return (sum(math.prod(shape) for shape in shapes),)
+    first = shapes[0]
     before, after = first[:axis], first[axis + 1 :]
     length = 0
-    for index, array in enumerate(arrays):
-        shape = array.shape
+    for index, shape in enumerate(shapes):
         if len(shape) != len(first) or shape[:axis] != before or shape[axis + 1 :] != after:
             msg = (
-                f"arrays to {name} must have equal shapes but for axis {axis}, got {first} for array 0 and {shape} "
-                f"for array {index}; reshape or pad them first"
+                f"shapes for {name} must be equal but for axis {axis}, got {first} for input 0 and {shape} for "
+                f"input {index}; reshape, pad or crop them first, or make one batch for each kind of shape"
             )
             raise ShapeMismatchError(msg)
         length += shape[axis]
@@ -142,7 +155,7 @@ def joined_dtype(arrays: Sequence[Array], dtype: DTypeLike | None, casting: Any,
         if not _joinable(first, array.dtype):
             msg = (
                 f"arrays to {name} must have one dtype, got {first} for array 0 and {array.dtype} for array {index}; "
-                f"say what to cast to with dtype=, or convert the array where it is made"
+                f"say what to cast to with dtype= (instead of out=), or convert the array where it is made"
             )
             raise DTypeMismatchError(msg)
     try:
@@ -197,7 +210,7 @@ def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def check_casting(casting: Any) -> None:
     """Check that a rule for casts is one of NumPy's."""
     if casting not in ("no", "equiv", "safe", "same_kind", "unsafe"):
-        msg = f"`casting` must be one of 'no', 'equiv', 'safe', 'same_kind' or 'unsafe', got {casting!r}"
+        msg = f"`casting` must be one of 'no', 'equiv', 'safe', 'same_kind' or 'unsafe', got {casting!r}; pass one"
         raise (ValueError if isinstance(casting, str) else TypeError)(msg)
 
 
@@ -207,7 +220,7 @@ def check_casts(arrays: Sequence[Array], dtype: np.dtype[Any], casting: Any) -> 
         if source != dtype and not np.can_cast(source, dtype, casting):
             msg = (
                 f"cannot cast from {source} to {dtype} under casting={casting!r}; "
-                f"allow it with another casting=, or choose another dtype"
+                f"convert the array where it is made, or allow it with another casting= where there is one"
             )
             raise TypeError(msg)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Self, SupportsIndex
 
 import numpy as np
 
 from accel_ops import dispatch
-from accel_ops.arguments import as_array, check_casts, normalize_axis, plain_dtype
-from accel_ops.cpu import memory
-from accel_ops.cpu import staging as cpu
+from accel_ops.arguments import as_array, as_iterable, check_casts, joined_shape, normalize_axis, plain_dtype
+from accel_ops.dispatch import Array
 from accel_ops.errors import ShapeMismatchError, UnfilledSlotError
 
 if TYPE_CHECKING:
@@ -20,27 +19,42 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "batch"]
 
-Array = np.ndarray[Any, Any]
-
 
 class Batch:
-    """One output array and a writable view of it for each input. Made by `batch`.
+    """One output array and a writable view of it for each input. Made by `batch`; it stays in its process.
 
     Attributes
     ----------
     array : ndarray
-        The whole, C-ordered.
+        The whole, C-ordered and uninitialised: what nobody writes holds whatever lay there before.
     slots : tuple of ndarray
         The part of ``array`` that belongs to each input, in order. After writing into one, call `filled`.
     """
 
-    def __init__(self, array: Array, slots: Sequence[Array]) -> None:
+    def __init__(self, backend: dispatch.Backend, array: Array, slots: Sequence[Array]) -> None:
+        self._backend = backend
         self.array = array
         self.slots = tuple(slots)
-        self._unfilled = dict.fromkeys(range(len(self.slots)))  # single operations on a dict are atomic
+        # Those with elements. Single operations on a dict are atomic.
+        self._unfilled = dict.fromkeys(index for index, slot in enumerate(self.slots) if slot.size)
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def __repr__(self) -> str:
+        unfilled = len(self._unfilled)
+        return f"<Batch of {len(self)} slots, {unfilled} unfilled: shape {self.array.shape}, dtype {self.array.dtype}>"
+
+    def __array__(self, dtype: object = None, copy: object = None) -> Array:
+        msg = f"a batch is not an array, got {self!r} where one is needed; pass batch.array"
+        raise TypeError(msg)
+
+    def __reduce__(self) -> str:
+        msg = (
+            f"a batch cannot be copied or sent to another process, which would fill another array, got {self!r}; "
+            f"fill it by threads, or send back the values and assign them here"
+        )
+        raise TypeError(msg)
 
     def __setitem__(self, index: SupportsIndex, value: ArrayLike) -> None:
         """Write a value of exactly the slot's shape into a slot and mark it as filled. Safe from many threads.
@@ -64,7 +78,7 @@ class Batch:
             raise ShapeMismatchError(msg)
         check_casts([source], slot.dtype, "same_kind")
         source = source.view(np.ndarray)
-        cpu.fill(slot, source.copy() if np.may_share_memory(slot, source) else source)
+        self._backend.fill(slot, source.copy() if np.may_share_memory(slot, source) else source)
         self.filled(position)
 
     def filled(self, index: SupportsIndex) -> None:
@@ -83,7 +97,8 @@ class Batch:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
             msg = (
                 f"each slot must be filled before the batch is left, but {len(missing)} of {len(self)} are not: "
-                f"{shown}; assign batch[i] = x, or call batch.filled(i) after writing into batch.slots[i]"
+                f"{shown}; assign batch[i] = x, or call batch.filled(i) after writing into batch.slots[i] "
+                f"(if a producer failed, its exception says why)"
             )
             raise UnfilledSlotError(msg)
 
@@ -96,7 +111,7 @@ class Batch:
 
 
 def batch(
-    shapes: Iterable[SupportsIndex | Iterable[SupportsIndex]],
+    shapes: Iterable[Iterable[SupportsIndex]],
     dtype: DTypeLike,
     axis: SupportsIndex = 0,
     accelerator: object = None,
@@ -106,7 +121,7 @@ def batch(
     Parameters
     ----------
     shapes : iterable of shapes
-        One per input, as for `numpy.empty`; equal but for the axis.
+        One tuple per input, equal but for the axis.
     dtype : dtype_like
         The dtype of the whole.
     axis : int, default 0
@@ -125,6 +140,8 @@ def batch(
     ------
     ShapeMismatchError
         The shapes do not fit together. It is a ValueError.
+    TypeError
+        A shape is not a tuple of integers, or the dtype is itself an array.
     UnfilledSlotError
         On leaving the block. It is a RuntimeError.
     numpy.exceptions.AxisError
@@ -136,7 +153,10 @@ def batch(
 
     Notes
     -----
-    *Threads:* slots do not overlap, so producers in many threads may fill one batch.
+    *Determinism:* the memory is uninitialised. Write all of a slot, padding too: large arrays are recycled, so the
+    rest may hold values of an earlier batch.
+
+    *Threads:* slots do not overlap, so producers in many threads may fill one batch. Other processes cannot.
 
     Examples
     --------
@@ -149,37 +169,28 @@ def batch(
     >>> b.array.shape
     (3, 3)
     """
-    dispatch.require_host(accelerator)
-    sizes = [_as_shape(shape) for shape in shapes]
+    backend = dispatch.backend_for(accelerator)
+    sizes = [_as_shape(shape) for shape in as_iterable(shapes, "batch")]
     if not sizes:
         msg = "a batch needs at least one shape, got none; pass a non-empty iterable of shapes"
         raise ValueError(msg)
-    first = sizes[0]
-    position = normalize_axis(axis, len(first), "batch")
-    for index, shape in enumerate(sizes):
-        if len(shape) != len(first) or _without(shape, position) != _without(first, position):
-            msg = (
-                f"shapes of a batch must be equal but for axis {position}, got {first} for input 0 and {shape} for "
-                f"input {index}; make one batch for each kind of shape, or pad"
-            )
-            raise ShapeMismatchError(msg)
-    length = sum(shape[position] for shape in sizes)
-    whole = memory.empty((*first[:position], length, *first[position + 1 :]), plain_dtype(dtype, "batch"))
+    position = normalize_axis(axis, len(sizes[0]), "batch")
+    whole = backend.empty(joined_shape(sizes, position, "batch"), plain_dtype(dtype, "batch"))
     slots, start = [], 0
     for shape in sizes:
         stop = start + shape[position]
         slots.append(whole[(*(slice(None),) * position, slice(start, stop))])
         start = stop
-    return Batch(whole, slots)
+    return Batch(backend, whole, slots)
 
 
-def _as_shape(shape: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
-    lengths = tuple(operator.index(length) for length in (shape if isinstance(shape, Iterable) else (shape,)))
+def _as_shape(shape: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    try:
+        lengths = tuple(operator.index(length) for length in shape)
+    except TypeError as exc:
+        msg = f"each shape of a batch must be a tuple of integers, got {shape!r}; pass a list of shapes such as x.shape"
+        raise TypeError(msg) from exc
     if any(length < 0 for length in lengths):
         msg = f"a shape must have lengths of 0 or more, got {lengths}; pass the shape of the input"
         raise ValueError(msg)
     return lengths
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return shape[:axis] + shape[axis + 1 :]

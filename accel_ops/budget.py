@@ -14,6 +14,7 @@ import operator
 import os
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -28,7 +29,8 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-class ThreadInfo(NamedTuple):
+@dataclass(frozen=True)
+class ThreadInfo:
     """What `thread_info` found."""
 
     num_threads: int
@@ -193,7 +195,7 @@ def thread_info() -> ThreadInfo:
     ...     ops.thread_info().source
     'threads()'
     """
-    # Imported here because the pool itself asks this module for the budget.
+    # Imported here because the plans of the CPU backend ask this module for the budget.
     from accel_ops.cpu import pool
 
     num_threads, source = _before_ceiling()

@@ -1,14 +1,51 @@
 """Which backend does the work: what an ``accelerator=`` argument names, and whether it is there."""
 
-from typing import Any
+from __future__ import annotations
 
+import operator
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from accel_ops.cpu import pool
+from accel_ops.cpu import staging as cpu
 from accel_ops.errors import BackendUnavailableError
 
-__all__ = ["require_host"]
+__all__ = ["Array", "Backend", "backend_for"]
+
+Array = np.ndarray[Any, Any]
 
 
-def require_host(accelerator: object) -> None:
-    """Check an ``accelerator=`` argument; return where it means plain host memory.
+class Backend(Protocol):
+    """What the public functions ask of the place where a result lies; a module is one."""
+
+    def empty(self, shape: Iterable[int], dtype: np.dtype[Any]) -> Array:
+        """Return an uninitialised C-ordered array."""
+
+    def join(
+        self,
+        arrays: Sequence[Array],
+        axis: int | None,
+        out: Array,
+        *,
+        casting: Any,
+        min_chunk_bytes: int = 0,
+        max_workers: int | None = None,
+        call: pool.Call | None = None,
+    ) -> None:
+        """Write arrays, joined along an axis, into an output that overlaps none of them."""
+
+    def fill(self, dst: Array, src: Array, *, max_workers: int | None = None) -> None:
+        """Write one array into another of the same shape."""
+
+    def is_small(self, n_bytes: int, *, changes: bool) -> bool:
+        """Return whether NumPy alone, on the calling thread, joins so much soonest."""
+
+
+def backend_for(accelerator: object) -> Backend:
+    """Return the backend that an ``accelerator=`` argument names.
 
     Raises
     ------
@@ -17,11 +54,8 @@ def require_host(accelerator: object) -> None:
     TypeError
         It names nothing that could be a device.
     """
-    if accelerator is None:
-        return
-    name = _device_name(accelerator)
-    if name == "cpu":
-        return
+    if accelerator is None or (name := _device_name(accelerator)) == "cpu":
+        return cpu
     msg = (
         f"accelerator={accelerator!r} names the device {name}, which is not there: this version of accel_ops "
         f"has no GPU backend yet, nor does installing cupy-cuda12x or cupy-cuda13x add one; "
@@ -34,20 +68,28 @@ def _device_name(accelerator: object) -> str:
     """Return "cpu" or "cuda:<index>" for every form of device that is understood."""
     if isinstance(accelerator, str):
         kind, colon, index = accelerator.partition(":")
-        if kind == "cpu" and not index:
+        if accelerator == "cpu":
             return "cpu"
         if kind == "cuda" and (not colon or (index.isascii() and index.isdecimal())):
             return f"cuda:{index or 0}"
-    elif isinstance(accelerator, int) and not isinstance(accelerator, bool) and accelerator >= 0:
-        return f"cuda:{accelerator}"
-    elif type(accelerator).__module__.partition(".")[0] in ("torch", "cupy"):
-        device: Any = accelerator
-        if hasattr(device, "type"):  # torch.device, whose index may be None
-            return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-        if hasattr(device, "id"):  # cupy.cuda.Device
-            return f"cuda:{device.id}"
+    elif _is_instance(accelerator, "torch", "device"):
+        torch_device: Any = accelerator
+        return "cpu" if torch_device.type == "cpu" else f"{torch_device.type}:{torch_device.index or 0}"
+    elif _is_instance(accelerator, "cupy.cuda", "Device"):
+        cupy_device: Any = accelerator
+        return f"cuda:{cupy_device.id}"
+    elif isinstance(accelerator, (int, np.integer)) and not isinstance(accelerator, bool):
+        number = operator.index(accelerator)
+        if number >= 0:
+            return f"cuda:{number}"
     msg = (
         f"accelerator must be None, 'cpu', 'cuda', 'cuda:<index>', an index of 0 or more, a torch.device or a "
         f"cupy.cuda.Device, got {accelerator!r}; pass None for plain host memory"
     )
     raise TypeError(msg)
+
+
+def _is_instance(value: object, module: str, name: str) -> bool:
+    """Return whether a value is of a class of a library, which then has been imported already."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(value, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterable
 from types import TracebackType
@@ -23,7 +24,18 @@ Array = np.ndarray[Any, Any]
 
 # A waiting shutdown still looks up this often: an exception set from another thread does not end a wait.
 _POLL_S = 0.02
-_SAME: Any = object()  # stands for the accelerator that the instance was made with
+
+
+class _Same:
+    def __repr__(self) -> str:
+        return "<as the instance's>"
+
+
+_SAME = _Same()
+
+# Every call that is being made through any instance. A thread that is inside one waits for none: two such threads
+# might wait for each other.
+_open_calls: dict[_OpenCall, None] = {}
 
 
 class ParallelArrayOps:
@@ -69,7 +81,7 @@ class ParallelArrayOps:
         ):
             msg = f"`max_workers` must be a positive integer, got {max_workers!r}; 24 is the default"
             raise ValueError(msg)
-        dispatch.require_host(accelerator)
+        dispatch.backend_for(accelerator)
         self._accelerator = accelerator
         self._max_workers = int(max_workers)
 
@@ -105,15 +117,21 @@ class ParallelArrayOps:
             holds a part of the result. It is a RuntimeError.
         Exception
             What `accel_ops.concatenate` raises.
+
+        Notes
+        -----
+        *Determinism:* and *Threads:* as for `accel_ops.concatenate`, on at most ``max_workers`` threads.
         """
-        dispatch.require_host(self._accelerator if accelerator is _SAME else accelerator)
+        backend = dispatch.backend_for(self._accelerator if accelerator is _SAME else accelerator)
         call = _OpenCall()
         try:
+            _open_calls[call] = None
             self._calls[call] = None  # before the check: a shutdown sees this call, or this call sees the shutdown
             if self._closed:
                 msg = "concatenate needs a ParallelArrayOps that has not been shut down; make a new one"
                 raise ShutdownError(msg)
             return staging.join(
+                backend,
                 arrays,
                 axis,
                 out=out,
@@ -129,6 +147,7 @@ class ParallelArrayOps:
             raise ShutdownError(msg) from None
         finally:
             self._calls.pop(call, None)
+            _open_calls.pop(call, None)
             call.finished.release()
 
     def shutdown(self, wait: bool = True) -> None:
@@ -138,8 +157,8 @@ class ParallelArrayOps:
         ----------
         wait : bool, default True
             True waits until the calls that other threads are making have ended. False lets them end early with
-            ShutdownError, and does not wait. A call that this very thread is making (this is a signal handler,
-            say) goes on when the handler returns.
+            ShutdownError, and does not wait. Nor does a thread wait that is itself inside a call (in a signal
+            handler or a finaliser, say): its call goes on when this returns.
 
         Notes
         -----
@@ -178,9 +197,13 @@ class _OpenCall:
         self._process = os.getpid()
 
     def can_be_waited_for(self) -> bool:
-        """Return whether another thread makes the call, which may exist no more after a fork.
+        """Return whether the call will end while this thread waits.
 
-        A piece must not wait for a call: it may belong to that very one.
+        It will not where the thread that makes it is this one, or has been lost by a fork or at the end of the
+        interpreter. Nor may it where this thread is itself inside a call or a piece of one, which the other may
+        be waiting for.
         """
-        is_elsewhere = self._thread != threading.get_ident() and self._process == os.getpid()
-        return is_elsewhere and not pool.is_inside_call()
+        process, thread = os.getpid(), threading.get_ident()
+        if self._process != process or sys.is_finalizing() or pool.is_inside_call():
+            return False
+        return not any(call._thread == thread and call._process == process for call in list(_open_calls))

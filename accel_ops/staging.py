@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -22,8 +23,9 @@ from accel_ops.arguments import (
     may_overlap,
     normalize_axis,
 )
-from accel_ops.cpu import memory, pool
-from accel_ops.cpu import staging as cpu
+from accel_ops.cpu import pool
+from accel_ops.cpu.plan import SMALL_ARRAY_BYTES
+from accel_ops.dispatch import Array
 from accel_ops.errors import ShapeMismatchError
 
 if TYPE_CHECKING:
@@ -31,10 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["concatenate", "stack"]
 
-Array = np.ndarray[Any, Any]
-
 # Arrays below this are joined fastest by NumPy alone, however many they are: it holds the GIL while it copies one.
-_TINY_BYTES = 16 << 10
+_TINY_BYTES = SMALL_ARRAY_BYTES
+# What NumPy joins in a few milliseconds, during which an interrupt waits.
+_AT_ONCE_BYTES = 16 << 20
 
 
 def concatenate(
@@ -114,12 +116,13 @@ def concatenate(
     >>> ops.concatenate([np.zeros((1, 3)), np.ones((2, 3))]).shape
     (3, 3)
     """
-    dispatch.require_host(accelerator)
+    backend = dispatch.backend_for(accelerator)
     if dtype is None and casting == "same_kind" and min_chunk_size_mb is None and isinstance(arrays, (list, tuple)):
-        result = _join_small_alike(arrays, axis, out)
+        result = _join_small(backend, arrays, axis, out)
         if result is not None:
             return result
     return join(
+        backend,
         arrays,
         axis,
         out=out,
@@ -176,7 +179,11 @@ def stack(
     >>> ops.stack([image.transpose(2, 0, 1) for image in images]).shape
     (2, 3, 4, 5)
     """
-    dispatch.require_host(accelerator)
+    backend = dispatch.backend_for(accelerator)
+    if dtype is None and casting == "same_kind" and min_chunk_size_mb is None and isinstance(arrays, (list, tuple)):
+        result = _stack_small(backend, arrays, axis, out)
+        if result is not None:
+            return result
     inputs = [as_array(array, "stack") for array in as_iterable(arrays, "stack")]
     if not inputs:
         msg = "stack needs at least one array, got none; pass a non-empty iterable of arrays"
@@ -191,6 +198,7 @@ def stack(
     position = normalize_axis(axis, inputs[0].ndim + 1, "stack")
     place = (slice(None),) * position + (np.newaxis,)
     return join(
+        backend,
         [array[place] for array in inputs],
         position,
         out=out,
@@ -202,6 +210,7 @@ def stack(
 
 
 def join(
+    backend: dispatch.Backend,
     arrays: Iterable[ArrayLike],
     axis: SupportsIndex | None,
     *,
@@ -228,20 +237,19 @@ def join(
             raise TypeError(msg)
         as_array(out, name)
     position = None if axis is None else normalize_axis(axis, inputs[0].ndim, name)
-    shape = joined_shape(inputs, position, name)
+    shape = joined_shape([array.shape for array in inputs], position, name)
     check_casting(casting)
     result_dtype = joined_dtype(inputs, dtype, casting, name)
     if out is not None:
         result_dtype = out.dtype
     check_casts(inputs, result_dtype, casting)
 
-    if out is None:
-        result = memory.empty(shape, result_dtype)
-    else:
+    overlaps = False
+    if out is not None:
         check_out(out, shape, name)
         overlaps = may_overlap(out, inputs)
-        result = memory.empty(shape, result_dtype) if overlaps else out.view(np.ndarray)
-    cpu.join(
+    result = backend.empty(shape, result_dtype) if out is None or overlaps else out.view(np.ndarray)
+    backend.join(
         [array.view(np.ndarray) for array in inputs],
         position,
         result,
@@ -253,31 +261,63 @@ def join(
     if out is None:
         return as_subclass(result, inputs)
     if overlaps:
-        cpu.fill(out.view(np.ndarray), result)
+        backend.fill(out.view(np.ndarray), result, max_workers=max_workers)
     return out
 
 
-def _join_small_alike(arrays: Sequence[Any], axis: SupportsIndex | None, out: Array | None) -> Array | None:
-    """Join small arrays of one shape and dtype with the least work, or return None for `join` to take over.
+def _join_small(
+    backend: dispatch.Backend, arrays: Sequence[Any], axis: SupportsIndex | None, out: Array | None
+) -> Array | None:
+    """Join small arrays of one dtype with the least work, or return None for `join` to take over.
 
     NumPy's own checks are enough here: it refuses arrays that do not fill the output to the last element, and
     under casting="no" those of another dtype.
     """
     if not arrays or type(axis) is not int or set(map(type, arrays)) != {np.ndarray}:
         return None
+    if out is not None and (type(out) is not np.ndarray or may_overlap(out, arrays)):
+        return None
     first = arrays[0]
     n_arrays = len(arrays)
-    if first.nbytes >= _TINY_BYTES:
-        small_bytes = cpu.SMALL_BYTES if first.flags.c_contiguous else cpu.SMALL_CHANGED_BYTES
-        if first.nbytes * n_arrays >= small_bytes:
-            return None
     try:
-        if out is None:
-            shape = list(first.shape)
-            shape[axis] *= n_arrays
-            out = memory.empty(shape, canonical_dtype(first.dtype))
-        elif type(out) is not np.ndarray or may_overlap(out, arrays):
+        shape = list(first.shape)
+        length = shape[axis]
+        if out is not None:
+            shape[axis] = out.shape[axis]
+        elif arrays[-1].shape == first.shape:
+            shape[axis] = length * n_arrays  # a guess, which NumPy refuses where it is wrong
+        else:
+            shape[axis] = sum([array.shape[axis] for array in arrays])
+        n_bytes = math.prod(shape) * first.itemsize
+        is_tiny = first.nbytes < _TINY_BYTES and shape[axis] == length * n_arrays
+        if not is_tiny and not backend.is_small(n_bytes, changes=not first.flags.c_contiguous):
             return None
-        return np.concatenate(arrays, axis, out=out, casting="no")
+        result = backend.empty(shape, canonical_dtype(first.dtype)) if out is None else out
+        if n_bytes <= _AT_ONCE_BYTES:
+            return np.concatenate(arrays, axis, out=result, casting="no")
+        # In several steps, between which an interrupt takes effect.
+        step = max(1, _AT_ONCE_BYTES // first.nbytes)
+        before = (slice(None),) * (axis % first.ndim)
+        for start in range(0, n_arrays, step):
+            part = result[(*before, slice(start * length, (start + step) * length))]
+            np.concatenate(arrays[start : start + step], axis, out=part, casting="no")
     except (TypeError, ValueError, IndexError):
         return None
+    return result
+
+
+def _stack_small(
+    backend: dispatch.Backend, arrays: Sequence[Any], axis: SupportsIndex, out: Array | None
+) -> Array | None:
+    """As `_join_small`, of arrays that get a new axis."""
+    if not arrays or type(axis) is not int or type(arrays[0]) is not np.ndarray:
+        return None
+    n_axes = arrays[0].ndim + 1
+    if not -n_axes <= axis < n_axes or set(map(type, arrays)) != {np.ndarray}:
+        return None
+    place = (slice(None),) * (axis % n_axes) + (np.newaxis,)
+    try:
+        views = [array[place] for array in arrays]
+    except IndexError:  # of fewer axes than the first
+        return None
+    return _join_small(backend, views, axis, out)

@@ -31,7 +31,7 @@ _ENGINES: dict[str, dict[str, int]] = {
     "tiny pieces": {
         "SMALL_BYTES": 1,
         "SMALL_CHANGED_BYTES": 1,
-        "_SMALL_ARRAY_BYTES": 1,
+        "SMALL_ARRAY_BYTES": 1,
         "_TINY_BYTES": 1,
         "_GRAIN_BYTES": 1,
         "_STREAMED_BYTES": 1 << 62,
@@ -42,7 +42,7 @@ _ENGINES: dict[str, dict[str, int]] = {
     "tiny pieces streamed": {
         "SMALL_BYTES": 1,
         "SMALL_CHANGED_BYTES": 1,
-        "_SMALL_ARRAY_BYTES": 40,
+        "SMALL_ARRAY_BYTES": 40,
         "_TINY_BYTES": 40,
         "_GRAIN_BYTES": 1,
         "_STREAMED_BYTES": 1,
@@ -60,7 +60,7 @@ def running(engine: str, budget: int = 2) -> Iterator[None]:
     """Run calls on an engine of that name under a thread budget."""
     with pytest.MonkeyPatch.context() as patch, ops.threads(budget):
         for name, value in _ENGINES[engine].items():
-            module = next(each for each in (public, staging, plan, copying) if hasattr(each, name))
+            module = next(each for each in (staging, plan, copying, public) if hasattr(each, name))
             patch.setattr(module, name, value)
         yield
 

@@ -594,14 +594,14 @@ def test_an_axis_may_be_any_integer_object(axis):
 def test_shapes_that_do_not_fit_are_refused(engine, shapes, axis, step):
     """Nothing is broadcast, ones least of all."""
     arrays = [np.full(shape, k + 1.0) for k, shape in enumerate(shapes)][::step]
-    with running(engine), pytest.raises(ValueError, match="arrays to concatenate must"):
+    with running(engine), pytest.raises(ValueError, match=r"shapes for concatenate must be equal|at least one dim"):
         ops.concatenate(arrays, axis)
 
 
 def test_a_shape_mismatch_names_both_arrays():
     """The message has the axis, both shapes and which arrays they belong to."""
     with pytest.raises(
-        ops.ShapeMismatchError, match=r"axis 0, got \(2, 3\) for array 0 and \(2, 4\) for array 2; reshape"
+        ops.ShapeMismatchError, match=r"axis 0, got \(2, 3\) for input 0 and \(2, 4\) for input 2; reshape"
     ):
         ops.concatenate([np.ones((2, 3)), np.ones((5, 3)), np.ones((2, 4))])
 
@@ -609,7 +609,7 @@ def test_a_shape_mismatch_names_both_arrays():
 @pytest.mark.parametrize("arrays", [[np.array(1), np.array(2)], [1, 2], np.arange(3), "abc"], ids=str)
 def test_scalars_are_refused(arrays):
     """0-d arrays have no axis to be joined along."""
-    with pytest.raises(ValueError, match="at least one dimension, got a 0-d array; use stack"):
+    with pytest.raises(ValueError, match="at least one dimension, got a 0-d one; give"):
         ops.concatenate(arrays)
 
 
@@ -664,7 +664,7 @@ def test_lengths_beyond_2_to_63_are_an_error():
             except (ValueError, MemoryError) as exc:
                 print(type(exc).__name__)
         try:
-            ops.batch([2**62] * 4, "i8")
+            ops.batch([(2**62,)] * 4, "i8")
         except ValueError as exc:
             print(type(exc).__name__)
         assert ops.concatenate([np.ones(3), np.ones(2)]).sum() == 5
@@ -696,7 +696,7 @@ def test_host_memory_can_be_named(accelerator):
 
 def test_an_error_leaves_the_library_working():
     """The call after a failed one is like any other."""
-    with pytest.raises(ops.ShapeMismatchError, match="must have equal shapes"):
+    with pytest.raises(ops.ShapeMismatchError, match="must be equal but for axis 0"):
         ops.concatenate([np.ones((2, 3)), np.ones((2, 2))])
     assert ops.concatenate([np.ones((2, 3)), np.zeros((2, 1))], axis=1).shape == (2, 4)
 

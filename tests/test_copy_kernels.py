@@ -154,7 +154,8 @@ def check_transpose(item_bytes, n_rows, n_columns, gaps=(0, 0), offsets=(0, 0), 
     to = out.address + backwards[0] * (n_rows - 1) * dst_stride
     start = src.address + backwards[1] * (n_columns - 1) * src_stride
     strides = [-stride if b else stride for stride, b in zip((dst_stride, src_stride), backwards, strict=True)]
-    copy_kernels.transpose(item_bytes, stream=stream)(to, start, n_rows, n_columns, *strides)
+    scratch = np.empty(copy_kernels.SCRATCH_BYTES, np.uint8)
+    copy_kernels.transpose(item_bytes, stream=stream)(to, start, n_rows, n_columns, *strides, scratch.ctypes.data)
     assert_same_bits(out.bytes, expected)
     out.assert_intact()
 
@@ -277,7 +278,6 @@ def check_cast(x, to, offset=0, *, stream=False):
     kernel = cast_kernels.cast_kernel(F4, to, stream=stream)
     if kernel is None:  # NumPy does it then
         assert to == F2
-        assert not cast_kernels._has_float16_conversion()
         return 0
     src, out = placed(x, 1), Guarded(max(1, 2 * len(x)), offset)
     flags = kernel(out.address, src.address, len(x))

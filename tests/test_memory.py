@@ -438,10 +438,10 @@ def test_arrays_may_die_in_a_signal_handler():
             return array
 
         def handler(number, frame):
-            handled.append(take(1 + len(handled) % 3, 3))
+            array = take(1 + len(handled) % 3, 3)
             if len(handled) % 2:
                 kept.clear()
-            handled[-1] = bool((handled[-1][::65536] == 3).all())
+            handled.append(bool((array[::65536] == 3).all()))
 
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 1e-3, 7e-4)

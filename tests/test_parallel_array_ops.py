@@ -13,7 +13,7 @@ import pytest
 from child_processes import run_child
 
 import accel_ops as ops
-from accel_ops import limits, staging
+from accel_ops import limits
 from accel_ops.cpu import copying, memory, pool
 from accel_ops.cpu import staging as cpu_staging
 
@@ -770,7 +770,7 @@ def test_7_inputs_that_are_not_contiguous_are_copied_once(axis, planned, monkeyp
     inputs = [np.asfortranarray(np.arange(4_000_000.0).reshape(2000, 2000) + k) for k in range(3)]
     allocated = []
     empty = memory.empty
-    monkeypatch.setattr(staging.memory, "empty", lambda *args: allocated.append(args) or empty(*args))
+    monkeypatch.setattr(cpu_staging, "empty", lambda *args: allocated.append(args) or empty(*args))
     for name in ("copy", "ascontiguousarray"):
         monkeypatch.setattr(np, name, lambda *_args, **_options: pytest.fail("an input was copied"))
     joined = ops.ParallelArrayOps().concatenate(inputs, axis, 1)

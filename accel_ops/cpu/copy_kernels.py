@@ -26,6 +26,7 @@ from accel_ops.cpu.native import Kernel, compile_kernel, kept
 
 __all__ = [
     "MAX_CHANNELS",
+    "SCRATCH_BYTES",
     "TRANSPOSED_ITEM_BYTES",
     "deinterleave",
     "interleave",
@@ -35,10 +36,11 @@ __all__ = [
 ]
 
 _PANEL_RUN_BYTES = 2 << 10  # how much of a row of the input is read at once: enough for the prefetcher
-_GROUP_LINES = 8  # with a panel of rows this takes an eighth of a second-level cache
+_GROUP_LINES = 8  # of each row of a panel: this much stays in a second-level cache until it is stored
 _STREAMED_ROW_BYTES = 4 * CACHE_LINE_BYTES  # a shorter row may lie in partial lines for the most part
 _SIDES = {1: 32, 2: 32, 4: 16, 8: 8, 16: 4}  # of a tile, by bytes per item: a tile fits the vector registers
 TRANSPOSED_ITEM_BYTES = frozenset(_SIDES)
+SCRATCH_BYTES = _PANEL_RUN_BYTES // 2 * (_GROUP_LINES + 1) * CACHE_LINE_BYTES  # for items of 2 bytes, the most
 MAX_CHANNELS = 4
 
 
@@ -112,11 +114,11 @@ def _stream_lines(builder: Any, dst: Any, src: Any, n_lines: int) -> None:
 
 @kept
 def transpose(item_bytes: int, *, stream: bool) -> Kernel | None:
-    """Return ``copy(dst, src, n_rows, n_columns, dst_stride, src_stride)``: dst[i, j] = src[j, i].
+    """Return ``copy(dst, src, n_rows, n_columns, dst_stride, src_stride, scratch)``: dst[i, j] = src[j, i].
 
     A row of dst and a row of src are contiguous. Within a panel of rows, a column of tiles is read before the
     next one, so that each row of src is read in long runs. When streaming, a group of such columns is collected
-    in the cache, and from there each row is stored in whole lines, wherever in a line it begins.
+    in SCRATCH_BYTES at ``scratch``, and from there each row is stored in whole lines, wherever in a line it begins.
     """
     side = _SIDES[item_bytes]
     stream = stream and side * item_bytes == CACHE_LINE_BYTES
@@ -127,7 +129,7 @@ def transpose(item_bytes: int, *, stream: bool) -> Kernel | None:
 
         item = ir.IntType(8 * item_bytes)
         vector = vector_type(item, side)
-        dst, src, n_rows, n_columns, dst_stride, src_stride = builder.function.args
+        dst, src, n_rows, n_columns, dst_stride, src_stride, scratch = builder.function.args
         loop = functools.partial(for_range, builder)
 
         def dst_at(row: Any, column: Any) -> Any:
@@ -150,7 +152,7 @@ def transpose(item_bytes: int, *, stream: bool) -> Kernel | None:
 
         whole_rows = builder.and_(n_rows, integer(-side))
         whole_columns = builder.and_(n_columns, integer(-side))
-        group = _LineGroup(builder, panel_rows, whole_columns, item_bytes, dst_at) if stream else None
+        group = _LineGroup(builder, scratch, whole_columns, item_bytes, dst_at) if stream else None
         with loop(whole_rows, panel_rows) as panel:
             panel_stop = minimum(builder, builder.add(panel, integer(panel_rows)), whole_rows)
             if group is None:
@@ -165,7 +167,7 @@ def transpose(item_bytes: int, *, stream: bool) -> Kernel | None:
         copy_items(whole_rows, n_rows, integer(0), n_columns)
         _return(builder)
 
-    return compile_kernel(f"transpose_{item_bytes}_{stream:d}", 6, build)
+    return compile_kernel(f"transpose_{item_bytes}_{stream:d}", 7, build)
 
 
 class _LineGroup:
@@ -175,13 +177,12 @@ class _LineGroup:
     of a row, where the output's line belongs to another row too, are stored plainly.
     """
 
-    def __init__(self, builder: Any, n_rows: int, n_columns: Any, item_bytes: int, dst_at: Callable[..., Any]) -> None:
+    def __init__(self, builder: Any, scratch: Any, n_columns: Any, item_bytes: int, dst_at: Callable[..., Any]) -> None:
         from llvmlite import ir
 
-        self._builder, self._n_columns, self._item_bytes, self._dst_at = builder, n_columns, item_bytes, dst_at
+        self._builder, self._scratch, self._n_columns = builder, scratch, n_columns
+        self._item_bytes, self._dst_at = item_bytes, dst_at
         self._line = vector_type(ir.IntType(8), CACHE_LINE_BYTES)
-        buffer = builder.alloca(ir.ArrayType(self._line, n_rows * (_GROUP_LINES + 1)))
-        self._buffer = builder.ptrtoint(buffer, ir.IntType(64))
 
     def place(self, panel: Any, start: Any) -> Callable[[Any, Any], Any]:
         """Return where items of the group that begins at a column go until they are flushed."""
@@ -217,7 +218,7 @@ class _LineGroup:
         self._copy_line(builder.add(lines, size), lines)
 
     def _row(self, row: Any) -> Any:
-        return self._builder.add(self._buffer, self._builder.mul(row, integer((_GROUP_LINES + 1) * CACHE_LINE_BYTES)))
+        return self._builder.add(self._scratch, self._builder.mul(row, integer((_GROUP_LINES + 1) * CACHE_LINE_BYTES)))
 
     def _copy_line(self, start: Any, to: Any, *, stream: bool = False) -> None:
         store(self._builder, load(self._builder, start, self._line), to, stream=stream)

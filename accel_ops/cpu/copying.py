@@ -6,6 +6,8 @@ alone; what a kernel cannot do is left to NumPy, which does it slower and with t
 
 import functools
 import itertools
+import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from accel_ops.cpu import cast_kernels, copy_kernels
 from accel_ops.cpu.floating_point import call_in_default_environment
 from accel_ops.cpu.memory import is_plain
 
-__all__ = ["PIECE_BYTES", "Piece", "address", "copy_runs", "pieces"]
+__all__ = ["PIECE_BYTES", "Piece", "address", "copy_alike", "copy_runs", "pieces"]
 
 Array = np.ndarray[Any, Any]
 
@@ -32,14 +34,15 @@ PIECE_BYTES = 2 << 20
 _RUN_BYTES = 2 << 10  # a transposed input is read in runs of at least this, which the prefetcher needs
 _KERNEL_BLOCK_BYTES = 16 << 10  # a kernel call on less than this costs more than NumPy's loop does
 
+_scratch = threading.local()
+
 
 def pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
     """Cut ``dst[...] = src`` (equal shapes, no overlap) into calls that may run in any order and at once.
 
     ``stream`` says that the whole output is larger than the caches.
     """
-    order = sorted(range(dst.ndim), key=lambda axis: -abs(dst.strides[axis]))
-    dst, src = dst.transpose(order), src.transpose(order)
+    dst, src = _in_order(dst, src)
     if dst.dtype != src.dtype or not is_plain(dst.dtype):
         return [Piece(functools.partial(_cast, d, s, stream=stream), s.nbytes) for d, s in _blocks(dst, src)]
     if dst.flags.c_contiguous and src.flags.c_contiguous:
@@ -47,6 +50,22 @@ def pieces(dst: Array, src: Array, *, stream: bool) -> list[Piece]:
         if kernel is not None:
             return _contiguous_pieces(kernel, dst, src)
     return [Piece(functools.partial(_copy, d, s, stream=stream), s.nbytes) for d, s in _blocks(dst, src)]
+
+
+def copy_alike(dst: Sequence[Array], src: Sequence[Array], *, stream: bool) -> None:
+    """Copy several arrays of one dtype, shape and layout, each to its place: one look at the layout serves all."""
+    layout = _layout(*_in_order(dst[0], src[0]), stream=stream)
+    for to, start in zip(dst, src, strict=True):
+        if layout is None:
+            np.copyto(to, start, casting="no")
+        else:
+            layout.copy(address(to), address(start))
+
+
+def _in_order(dst: Array, src: Array) -> tuple[Array, Array]:
+    """Return both with their axes in the order of the output's memory."""
+    order = sorted(range(dst.ndim), key=lambda axis: -abs(dst.strides[axis]))
+    return dst.transpose(order), src.transpose(order)
 
 
 def _contiguous_pieces(kernel: Callable[..., object], dst: Array, src: Array) -> list[Piece]:
@@ -111,15 +130,31 @@ def _cut(dst: Array, src: Array, order: Sequence[tuple[int, int]]) -> Iterator[t
 
 def _copy(dst: Array, src: Array, *, stream: bool) -> None:
     """Copy a block between arrays of one dtype, by a kernel where there is one for its layout."""
-    if not _copy_by_kernel(dst, src, stream=stream):
+    layout = _layout(dst, src, stream=stream)
+    if layout is None:
         np.copyto(dst, src, casting="no")
+    else:
+        layout.copy(address(dst), address(src))
 
 
-def _copy_by_kernel(dst: Array, src: Array, *, stream: bool) -> bool:
+class _Layout(NamedTuple):
+    """How a kernel copies a block: what it is told besides the addresses, and where its calls begin."""
+
+    kernel: Callable[..., object]
+    sizes: tuple[int, ...]
+    offsets: list[tuple[int, int]]
+
+    def copy(self, to: int, start: int) -> None:
+        for to_offset, offset in self.offsets:
+            self.kernel(to + to_offset, start + offset, *self.sizes)
+
+
+def _layout(dst: Array, src: Array, *, stream: bool) -> _Layout | None:
+    """Return how a kernel copies between arrays of these shapes and strides, or None where NumPy has to."""
     item_bytes = dst.itemsize
     shape, dst_strides, src_strides = _merged(dst, src)
     if not shape or dst_strides[-1] != item_bytes:
-        return False
+        return None
     last = len(shape) - 1
     if src_strides[last] == item_bytes:
         inner = [last - 1, last] if last else [last]
@@ -134,19 +169,16 @@ def _copy_by_kernel(dst: Array, src: Array, *, stream: bool) -> bool:
         sizes = (shape[other], shape[last], dst_strides[other], src_strides[last])
         kernel, sizes = _transposing_kernel(item_bytes, sizes, stream=stream)
     else:
-        return False
-    if kernel is None:
-        return False
+        return None
     outer = [axis for axis in range(len(shape)) if axis not in inner]
-    block_bytes = item_bytes * int(np.prod([shape[axis] for axis in inner]))
-    if outer and block_bytes < _KERNEL_BLOCK_BYTES:
-        return False
-    to, start = address(dst), address(src)
-    for index in itertools.product(*(range(shape[axis]) for axis in outer)):
-        to_offset = sum(i * dst_strides[axis] for i, axis in zip(index, outer, strict=True))
-        offset = sum(i * src_strides[axis] for i, axis in zip(index, outer, strict=True))
-        kernel(to + to_offset, start + offset, *sizes)
-    return True
+    block_bytes = item_bytes * math.prod(shape[axis] for axis in inner)
+    if kernel is None or (outer and block_bytes < _KERNEL_BLOCK_BYTES):
+        return None
+    offsets = [(0, 0)]
+    for axis in outer:
+        steps = [(k * dst_strides[axis], k * src_strides[axis]) for k in range(shape[axis])]
+        offsets = [(to + a, start + b) for to, start in offsets for a, b in steps]
+    return _Layout(kernel, sizes, offsets)
 
 
 def _transposing_kernel(
@@ -158,7 +190,14 @@ def _transposing_kernel(
         return copy_kernels.deinterleave(item_bytes, n_rows), (n_columns, dst_stride)
     if 1 < n_columns <= copy_kernels.MAX_CHANNELS and dst_stride == n_columns * item_bytes:
         return copy_kernels.interleave(item_bytes, n_columns), (n_rows, src_stride)
-    return copy_kernels.transpose(item_bytes, stream=stream), sizes
+    return copy_kernels.transpose(item_bytes, stream=stream), (*sizes, _scratch_address())
+
+
+def _scratch_address() -> int:
+    """Return memory for the calling thread alone, kept for its next piece."""
+    if not hasattr(_scratch, "buffer"):
+        _scratch.buffer = np.empty(copy_kernels.SCRATCH_BYTES, np.uint8)
+    return address(_scratch.buffer)
 
 
 def _merged(dst: Array, src: Array) -> tuple[list[int], list[int], list[int]]:
@@ -181,7 +220,10 @@ def _merged(dst: Array, src: Array) -> tuple[list[int], list[int], list[int]]:
 
 def _cast(dst: Array, src: Array, *, stream: bool) -> None:
     """Convert a block to another dtype. That the cast is allowed has been checked."""
-    call_in_default_environment(functools.partial(_convert, dst, src, stream=stream))
+    if dst.dtype == src.dtype:
+        np.copyto(dst, src)  # of objects
+    else:
+        call_in_default_environment(functools.partial(_convert, dst, src, stream=stream))
 
 
 def _convert(dst: Array, src: Array, *, stream: bool) -> None:

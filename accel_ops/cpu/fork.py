@@ -6,7 +6,8 @@ a compiler, and keeps it so until the fork is done. Everything else is built so 
 pool starts afresh in the child, the memory cache consists of atomic steps.
 """
 
-import logging
+import contextlib
+import logging  # noqa: F401 - its hook before a fork takes a lock that a compiling thread may need: see below
 import os
 import sys
 import threading
@@ -16,10 +17,6 @@ from typing import Any
 from accel_ops.cpu.native import the_compiler
 
 __all__: list[str] = []
-
-# Hooks before a fork run in the reverse order of their registration, and logging's takes a lock that a thread
-# which imports or compiles may need. Importing it here makes its hook the earlier one: it runs after ours.
-_ = logging
 
 _COMPILERS = ("llvmlite", "llvmlite.binding", "numba")
 
@@ -49,7 +46,7 @@ def _foreign_locks() -> list[Any]:
 def _is_importing_elsewhere() -> bool:
     """Return whether another thread is in the middle of importing a compiler."""
     modules = (sys.modules.get(name) for name in _COMPILERS)
-    specs = (module.__spec__ for module in modules if module is not None)
+    specs = (getattr(module, "__spec__", None) for module in modules)
     return any(getattr(spec, "_initializing", False) for spec in specs) and not _is_importing_here()
 
 
@@ -57,7 +54,7 @@ def _is_importing_here() -> bool:
     """Return whether this fork comes from within such an import, by a signal handler say."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals["__name__"].partition(".")[0] in _COMPILERS:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in _COMPILERS:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -76,12 +73,13 @@ class _Fork:
         while _is_importing_elsewhere() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for lock in _foreign_locks():
-            if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                self._locks.append(lock)
+            self._locks.append(lock)  # first, so that an interrupt cannot leave it taken and forgotten
+            lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
 
     def finish(self) -> None:
         while self._locks:
-            self._locks.pop().release()
+            with contextlib.suppress(RuntimeError):  # the deadline passed before it could be taken
+                self._locks.pop().release()
         the_compiler.drop(self)
 
 
@@ -97,4 +95,6 @@ def _after() -> None:
     _forks.under_way.pop().finish()
 
 
+# Hooks before a fork run in the reverse order of their registration. logging, imported above, has registered its
+# own already, so that ours waits before that one takes its lock.
 os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after)

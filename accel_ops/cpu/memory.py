@@ -14,14 +14,15 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from accel_ops.errors import HostMemoryWarning, warn
 from accel_ops.limits import available_memory
 
-__all__ = ["HostMemoryInfo", "empty", "host_memory_info", "release_host_memory"]
+__all__ = ["HostMemoryInfo", "empty", "host_memory_info", "is_leased", "is_plain", "release_host_memory", "size_class"]
 
 LARGE_BYTES = 1 << 20  # from here a fresh output's page faults cost NumPy more than our bookkeeping
 _ALIGNED_BYTES = 4 << 10  # from here 64-byte alignment is promised
@@ -32,7 +33,8 @@ _CACHE_VARIABLE = "ACCEL_OPS_CACHE_MIB"
 _MOST_DIGITS = 12  # of that variable: more MiB than a 64-bit address space has
 
 
-class HostMemoryInfo(NamedTuple):
+@dataclass(frozen=True)
+class HostMemoryInfo:
     """What the host memory cache holds.
 
     Attributes
@@ -103,11 +105,11 @@ class _Cache:
 
     def lease(self, n_bytes: int) -> _Lease:
         size = size_class(n_bytes)
-        self._recent.append(size)
         block = self._take(size)
-        self.trim()
         if block is None:
             block = self._map(size)
+        self._recent.append(size)
+        self.trim()
         lease = _Lease(self, block, n_bytes)
         self._leased[id(lease)] = size
         return lease
@@ -239,6 +241,10 @@ def host_memory_info() -> HostMemoryInfo:
     HostMemoryInfo
         Sizes in bytes.
 
+    Notes
+    -----
+    *Threads:* of the whole process, at this moment.
+
     Examples
     --------
     >>> import accel_ops as ops
@@ -256,6 +262,10 @@ def release_host_memory() -> int:
     -------
     int
         How many bytes were given back.
+
+    Notes
+    -----
+    *Threads:* for the whole process; safe at any time.
 
     Examples
     --------

@@ -6,7 +6,8 @@ against 0.2 s for importing Numba, and nothing has to be kept on disk. The compi
 ctypes, which releases the GIL.
 
 Nobody waits for a kernel. While another thread compiles (or this one does, and a signal handler came in
-between), and when the interpreter is ending, there is none, and the caller lets NumPy do the work.
+between), when the interpreter is ending, and where address space is short, there is none, and the caller lets
+NumPy do the work.
 """
 
 import ctypes
@@ -21,8 +22,8 @@ from typing import Any, ParamSpec
 __all__ = ["Claim", "Kernel", "compile_kernel", "kept", "require", "the_compiler"]
 
 # LLVM ends the process when the operating system refuses it memory, so that much is asked for, and given back,
-# before it is used.
-_RESERVE_BYTES = 256 << 20
+# before it is used: twice what importing llvmlite and compiling all kernels was seen to map.
+_RESERVE_BYTES = 512 << 20
 
 Kernel = Callable[..., int]
 _Parameters = ParamSpec("_Parameters")
@@ -89,7 +90,7 @@ def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) ->
     ``build(builder)`` writes the body of ``int64 name(int64, ...)`` and returns what it returns. The callable
     that is returned trusts its arguments.
     """
-    if sys.is_finalizing():
+    if sys.is_finalizing() or not _has_address_space():
         return None
     attempt = object()
     try:
@@ -98,7 +99,6 @@ def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) ->
         import llvmlite.binding as llvm
         from llvmlite import ir
 
-        _check_address_space()
         name = f"{name}_{next(_serial)}"  # a kernel may be compiled again after an interrupt
         int64 = ir.IntType(64)
         module = ir.Module(name)
@@ -111,6 +111,8 @@ def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) ->
         engine.add_module(compiled)
         engine.finalize_object()
         address = engine.get_function_address(name)
+    except (ImportError, OSError, MemoryError):  # refused after all, by somebody else who took it meanwhile
+        return None
     finally:
         the_compiler.drop(attempt)
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * n_arguments)(address)
@@ -137,13 +139,10 @@ def _engine() -> Any:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
-def _check_address_space() -> None:
-    """Raise MemoryError where LLVM might be refused memory."""
+def _has_address_space() -> bool:
+    """Return whether LLVM would get the memory that it may want."""
     try:
         mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError as exc:
-        msg = (
-            f"compiling a copy kernel needs {_RESERVE_BYTES >> 20} MiB of free address space, and the operating "
-            f"system refused it; raise the limit (ulimit -v) or make one such call before it is set"
-        )
-        raise MemoryError(msg) from exc
+    except OSError:
+        return False
+    return True

@@ -14,13 +14,14 @@ import numpy as np
 from accel_ops import budget
 from accel_ops.cpu import copying, pool
 from accel_ops.cpu.floating_point import call_in_default_environment
+from accel_ops.cpu.memory import is_plain
 
-__all__ = ["Plan"]
+__all__ = ["SMALL_ARRAY_BYTES", "Plan"]
 
 Array = np.ndarray[Any, Any]
 
 # NumPy copies arrays below this while it holds the GIL most of the time: many of them make one piece.
-_SMALL_ARRAY_BYTES = 16 << 10
+SMALL_ARRAY_BYTES = 16 << 10
 # Work that pays for one more thread: about as long as waking it takes (13 to 85 us).
 _GRAIN_BYTES = 1 << 20
 # Outputs from here on are stored past the caches. With all data in a third-level cache of 32 MiB this gains from
@@ -34,49 +35,40 @@ class Plan:
     def __init__(self, out: Array, axis: int | None, min_chunk_bytes: int) -> None:
         self._out, self._axis, self._min_chunk_bytes = out, axis, min_chunk_bytes
         self._stream = out.nbytes >= _STREAMED_BYTES
+        self._is_shared = is_plain(out.dtype)  # objects are copied by one thread, which holds the GIL
         self._stop = 0  # where the arrays so far end, along the axis
         # Where consecutive elements along the axis lie one after the other, so that an array may be one run.
         self._is_flat = out.flags.c_contiguous and (axis is None or math.prod(out.shape[:axis]) == 1)
-        self._group: list[Array] = []  # small arrays that will make one piece
-        self._runs: list[Array] = []  # contiguous arrays of no more than a piece that will make one
-        self._collected_bytes = 0  # in either of them
+        self._collected: list[Array] = []  # arrays of one kind that will make one piece
+        self._collected_bytes = 0
+        self._kind: object = None  # of those arrays
         self._pieces: list[Callable[[], object]] = []
         self._tasks: list[int] = []
         self._shared_bytes = 0  # of pieces that gain from more than one thread
 
     def add(self, array: Array) -> None:
         """Let an array follow those that have been added."""
-        length = array.size if self._axis is None else array.shape[self._axis]
-        if array.nbytes < _SMALL_ARRAY_BYTES:
-            self._close_runs()
-            self._collect(self._group, array, length)
-        elif self._is_run(array):
-            self._close_group()
-            self._collect(self._runs, array, length)
-        else:
+        kind = self._kind_of(array)
+        if kind != self._kind:
             self._close()
-            self._stop += length
-            dst = self._part(length)
+            self._kind = kind
+        self._stop += self._length(array)
+        if kind is None:
+            dst = self._part(self._length(array))
             self.add_pieces(dst.reshape(array.shape) if self._axis is None else dst, array)
+            return
+        self._collected.append(array)
+        self._collected_bytes += array.nbytes
+        if self._collected_bytes >= copying.PIECE_BYTES:
+            self._close()
 
     def add_pieces(self, dst: Array, src: Array) -> None:
         """Cut an array into pieces for a part of the output that is given."""
         pieces = copying.pieces(dst, src, stream=self._stream)
         self._begin_tasks([piece.n_bytes for piece in pieces])
         self._pieces += [piece.run for piece in pieces]
-        self._shared_bytes += dst.nbytes
-
-    def _begin_tasks(self, sizes: list[int]) -> None:
-        """Put consecutive pieces of one array together, so that no task is smaller than the least chunk."""
-        least = self._min_chunk_bytes
-        first = len(self._pieces)
-        task_bytes, rest = 0, sum(sizes)
-        for index, size in enumerate(sizes, start=first):
-            if index == first or (task_bytes >= least and rest >= least):
-                self._tasks.append(index)
-                task_bytes = 0
-            task_bytes += size
-            rest -= size
+        if self._is_shared:
+            self._shared_bytes += dst.nbytes
 
     def run(self, max_workers: int | None, call: pool.Call | None) -> None:
         """Run all pieces on as many threads as they are worth."""
@@ -94,49 +86,67 @@ class Plan:
             call=call,
         )
 
-    def _is_run(self, array: Array) -> bool:
-        return (
-            self._is_flat
-            and array.nbytes <= copying.PIECE_BYTES
-            and array.flags.c_contiguous
-            and array.dtype == self._out.dtype
-        )
-
-    def _collect(self, arrays: list[Array], array: Array, length: int) -> None:
-        arrays.append(array)
-        self._stop += length
-        self._collected_bytes += array.nbytes
-        if self._collected_bytes >= copying.PIECE_BYTES:
-            self._close()
+    def _kind_of(self, array: Array) -> object:
+        """Return what an array is collected with: tiny ones, runs, ones of its own layout; None for none."""
+        if array.nbytes < SMALL_ARRAY_BYTES:
+            return _TINY
+        if array.nbytes > copying.PIECE_BYTES or array.dtype != self._out.dtype or not self._is_shared:
+            return None
+        if self._is_flat and array.flags.c_contiguous:
+            return _RUN
+        return None if self._axis is None else (array.shape, array.strides)
 
     def _close(self) -> None:
-        self._close_group()
-        self._close_runs()
+        """Make one piece of what has been collected."""
+        arrays, self._collected, self._collected_bytes = self._collected, [], 0
+        if not arrays:
+            return
+        dst = self._part(sum(self._length(array) for array in arrays))
+        if self._kind is _TINY:
+            piece = functools.partial(_join_tiny, arrays, self._axis, dst)
+        elif self._kind is _RUN:
+            piece = functools.partial(copying.copy_runs, dst.reshape(-1), arrays, stream=self._stream)
+        else:
+            length = self._length(arrays[0])
+            places = [_part_of(dst, self._axis, k * length, length) for k in range(len(arrays))]
+            piece = functools.partial(copying.copy_alike, places, arrays, stream=self._stream)
+        if self._kind is not _TINY:
+            self._shared_bytes += dst.nbytes
+        self._tasks.append(len(self._pieces))
+        self._pieces.append(piece)
 
-    def _close_group(self) -> None:
-        if self._group:
-            group, self._group, self._collected_bytes = self._group, [], 0
-            length = sum(array.size if self._axis is None else array.shape[self._axis] for array in group)
-            self._tasks.append(len(self._pieces))
-            self._pieces.append(functools.partial(_join_group, group, self._axis, self._part(length)))
+    def _begin_tasks(self, sizes: list[int]) -> None:
+        """Put consecutive pieces of one array together, so that no task is smaller than the least chunk."""
+        least = self._min_chunk_bytes
+        first = len(self._pieces)
+        task_bytes, rest = 0, sum(sizes)
+        for index, size in enumerate(sizes, start=first):
+            if index == first or (task_bytes >= least and rest >= least):
+                self._tasks.append(index)
+                task_bytes = 0
+            task_bytes += size
+            rest -= size
 
-    def _close_runs(self) -> None:
-        if self._runs:
-            runs, self._runs, self._collected_bytes = self._runs, [], 0
-            size = sum(array.nbytes for array in runs)
-            stop = self._stop * (self._out.size // self._out.shape[self._axis or 0])
-            dst = self._out.reshape(-1)[stop - size // self._out.itemsize : stop]
-            self._tasks.append(len(self._pieces))
-            self._pieces.append(functools.partial(copying.copy_runs, dst, runs, stream=self._stream))
-            self._shared_bytes += size
+    def _length(self, array: Array) -> int:
+        return array.size if self._axis is None else array.shape[self._axis]
 
     def _part(self, length: int) -> Array:
         """Return the last ``length`` of what has been planned of the output."""
-        before = (slice(None),) * (self._axis or 0)
-        part: Array = self._out[(*before, slice(self._stop - length, self._stop))]
-        return part
+        return _part_of(self._out, self._axis, self._stop - length, length)
 
 
-def _join_group(group: list[Array], axis: int | None, dst: Array) -> None:
-    join_group = functools.partial(np.concatenate, group, axis, out=dst, casting="unsafe")
-    call_in_default_environment(join_group)
+# Kinds of arrays that are collected; an array that is neither is collected with those of its shape and strides.
+_TINY, _RUN = "tiny", "run"
+
+
+def _part_of(array: Array, axis: int | None, start: int, length: int) -> Array:
+    part: Array = array[(*(slice(None),) * (axis or 0), slice(start, start + length))]
+    return part
+
+
+def _join_tiny(arrays: list[Array], axis: int | None, dst: Array) -> None:
+    join_tiny = functools.partial(np.concatenate, arrays, axis, out=dst, casting="unsafe")
+    if all(array.dtype == dst.dtype for array in arrays):
+        join_tiny()
+    else:
+        call_in_default_environment(join_tiny)

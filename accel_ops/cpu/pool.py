@@ -124,7 +124,7 @@ class Call:
         self._context = contextvars.copy_context()
         self._context.run(_inside_call.set, True)
         try:
-            # Settling again is harmless. Each time covers one interrupt that fell between two steps of the last.
+            # Settling again is harmless. Each `finally` survives one interrupt that falls between two of its steps.
             try:
                 try:
                     self._share(min(workers, len(self._ranges)) - 1, budget)
@@ -283,15 +283,19 @@ class _Pool:
         """
         while len(self.workers) < n and not sys.is_finalizing():
             place = object()
-            self.workers.append(place)
+            is_kept = False
             try:
+                self.workers.append(place)
                 if len(self.workers) > n:  # another caller took the last place at the same time
-                    self.workers.remove(place)
                     return
+                is_kept = True  # even if an interrupt follows the start
                 _thread.start_new_thread(self._work, (place, next(self._numbers)))
             except (RuntimeError, MemoryError):
-                self.workers.remove(place)
-                n = (n + len(self.workers)) // 2
+                is_kept = False
+                n = (n + len(self.workers) - 1) // 2
+            finally:
+                if not is_kept:
+                    self._leave(place)
 
     def _work(self, place: object, number: int) -> None:
         """Help with calls until the process ends."""
@@ -304,6 +308,10 @@ class _Pool:
                 call.help()
                 del call  # an idle worker keeps nobody's arrays alive
         finally:
+            self._leave(place)
+
+    def _leave(self, place: object) -> None:
+        with contextlib.suppress(ValueError):
             self.workers.remove(place)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from accel_ops.cpu import pool
-from accel_ops.cpu.floating_point import call_in_default_environment
-from accel_ops.cpu.memory import is_plain
+from accel_ops.cpu.floating_point import call_in_default_environment, call_reporting_errors
+from accel_ops.cpu.memory import empty
 from accel_ops.cpu.plan import Plan
 
-__all__ = ["SMALL_BYTES", "SMALL_CHANGED_BYTES", "fill", "join"]
+__all__ = ["SMALL_BYTES", "SMALL_CHANGED_BYTES", "empty", "fill", "is_small", "join"]
 
 Array = np.ndarray[Any, Any]
 
@@ -32,30 +32,27 @@ def join(
     call: pool.Call | None = None,
 ) -> None:
     """Write the arrays, joined along an axis, into ``out``, which overlaps none of them. See `concatenate`."""
-    if _is_small(out, arrays):
+    casts = not all(array.dtype == out.dtype for array in arrays)
+    if is_small(out.nbytes, changes=casts or not all(array.flags.c_contiguous for array in arrays)):
         on_caller = functools.partial(np.concatenate, arrays, axis, out=out, casting=casting)
-        pool.run(lambda _piece: call_in_default_environment(on_caller), 1, workers=1, call=call)
-        return
-    plan = Plan(out, axis, min_chunk_bytes)
-    for array in arrays:
-        plan.add(array)
-    plan.run(max_workers, call)
+        piece = functools.partial(call_in_default_environment, on_caller) if casts else on_caller
+        run = functools.partial(pool.run, lambda _index: piece(), 1, workers=1, call=call)
+    else:
+        plan = Plan(out, axis, min_chunk_bytes)
+        for array in arrays:
+            plan.add(array)
+        run = functools.partial(plan.run, max_workers, call)
+    call_reporting_errors(run) if casts else run()
 
 
-def fill(dst: Array, src: Array) -> None:
+def fill(dst: Array, src: Array, *, max_workers: int | None = None) -> None:
     """Write one array into another of the same shape. That the cast is allowed has been checked."""
-    if _is_small(dst, [src]):
-        call_in_default_environment(functools.partial(np.copyto, dst, src, casting="unsafe"))
-        return
     plan = Plan(dst, None, 0)
     plan.add_pieces(dst, src)
-    plan.run(None, None)
+    run = functools.partial(plan.run, max_workers, None)
+    call_reporting_errors(run) if dst.dtype != src.dtype else run()
 
 
-def _is_small(out: Array, arrays: Sequence[Array]) -> bool:
-    """Return whether NumPy alone shall do it: it is little, or its elements are more than their bytes."""
-    if out.nbytes < SMALL_CHANGED_BYTES:
-        return True
-    if not (is_plain(out.dtype) and all(is_plain(array.dtype) for array in arrays)):
-        return True
-    return out.nbytes < SMALL_BYTES and all(array.flags.c_contiguous and array.dtype == out.dtype for array in arrays)
+def is_small(n_bytes: int, *, changes: bool) -> bool:
+    """Return whether NumPy alone, on the calling thread, joins so much soonest."""
+    return n_bytes < (SMALL_CHANGED_BYTES if changes else SMALL_BYTES)
