@@ -32,7 +32,8 @@ test: $(STAMP)-dev
 bench: $(STAMP)-dev
 	$(RUN) -m benchmarks.compare $(BENCH_OPTIONS)
 
-# torch, the third peer, is not installed here: its default build may bring a CUDA runtime along.
+# torch, the third peer, is not installed here, because its default build may bring a CUDA runtime along: install its
+# CPU build into .venv as torch's own documentation says.
 peers: $(STAMP)-dev
 	$(RUN) -m pip install --quiet --editable '.[peers]'
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, ParamSpec, SupportsIndex, TypeVar, cast
 import numpy as np
 
 from accel_ops import limits
+from accel_ops.cpu import pool
 from accel_ops.environment import LARGEST_ACCEPTED, MAX_THREADS, Environment, interpreted
 from accel_ops.errors import ThreadingWarning, warn
 
@@ -186,6 +187,8 @@ def thread_info() -> ThreadInfo:
 
     Notes
     -----
+    *Determinism:* no result depends on it.
+
     *Threads:* starts none.
 
     Examples
@@ -195,9 +198,6 @@ def thread_info() -> ThreadInfo:
     ...     ops.thread_info().source
     'threads()'
     """
-    # Imported here because the plans of the CPU backend ask this module for the budget.
-    from accel_ops.cpu import pool
-
     num_threads, source = _before_ceiling()
     ceiling = current_ceiling()
     if ceiling is not None and ceiling < num_threads:
