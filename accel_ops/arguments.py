@@ -31,6 +31,7 @@ __all__ = [
     "joined_dtype",
     "joined_shape",
     "may_overlap",
+    "may_overlap_itself",
     "normalize_axis",
     "plain_dtype",
 ]
@@ -49,6 +50,17 @@ def may_overlap(out: Array, arrays: Sequence[Array]) -> bool:
         # Two arrays that own their memory share it only if they are one. This takes a tenth of NumPy's time.
         arrays = [array for array in arrays if array is owner or not array.flags.owndata]
     return any(np.may_share_memory(out, array) for array in arrays)
+
+
+def may_overlap_itself(out: Array) -> bool:
+    """Return whether two elements of an array may lie at one place, as `as_strided` can make them."""
+    reach = out.itemsize
+    for stride, length in sorted((abs(stride), length) for stride, length in zip(out.strides, out.shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return True
+            reach = stride * length
+    return False
 
 
 def normalize_axis(axis: SupportsIndex, ndim: int, name: str) -> int:
@@ -187,7 +199,8 @@ def _requested_dtype(arrays: Sequence[Array], dtype: DTypeLike, casting: Any, na
 
 def canonical_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype that NumPy gives a result: native byte order, records without padding."""
-    return dtype if dtype.isnative and dtype.names is None else np.result_type(dtype)
+    is_canonical = dtype.isnative and dtype.names is None and dtype.metadata is None
+    return dtype if is_canonical else np.result_type(dtype)
 
 
 def _joinable(first: np.dtype[Any], second: np.dtype[Any]) -> bool:

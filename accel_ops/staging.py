@@ -21,6 +21,7 @@ from accel_ops.arguments import (
     joined_dtype,
     joined_shape,
     may_overlap,
+    may_overlap_itself,
     normalize_axis,
 )
 from accel_ops.cpu import pool
@@ -244,10 +245,11 @@ def join(
         result_dtype = out.dtype
     check_casts(inputs, result_dtype, casting)
 
-    overlaps = False
+    overlaps = overlaps_itself = False
     if out is not None:
         check_out(out, shape, name)
-        overlaps = may_overlap(out, inputs)
+        overlaps_itself = not out.flags.c_contiguous and may_overlap_itself(out)
+        overlaps = overlaps_itself or may_overlap(out, inputs)
     result = backend.empty(shape, result_dtype) if out is None or overlaps else out.view(np.ndarray)
     backend.join(
         [array.view(np.ndarray) for array in inputs],
@@ -260,7 +262,9 @@ def join(
     )
     if out is None:
         return as_subclass(result, inputs)
-    if overlaps:
+    if overlaps_itself:
+        np.copyto(out, result)  # in one order, by one thread: which value stays is NumPy's choice
+    elif overlaps:
         backend.fill(out.view(np.ndarray), result, max_workers=max_workers)
     return out
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import platform
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -430,3 +431,20 @@ def test_same_dtypes_need_no_cast():
             lambda x=x, dtype=dtype: ops.concatenate([x, x], dtype=dtype),
             lambda x=x, dtype=dtype: np.concatenate([x, x], dtype=dtype),
         )
+
+
+@pytest.mark.parametrize("n", [100, 4_000_000])
+@pytest.mark.parametrize(
+    ("source", "to", "category"), [("f4", "f2", RuntimeWarning), ("D", "f8", np.exceptions.ComplexWarning)]
+)
+def test_a_cast_warns_once_and_at_the_callers_line(n, source, to, category):
+    """However many pieces overflow or lose imaginary parts, on however many threads."""
+    arrays = [np.full(n, 1e30 if source == "f4" else 1 + 1j, source)] * 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        joined = ops.concatenate(arrays, dtype=to, casting="unsafe")
+    assert [warning.category for warning in caught] == [category]
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert np.array_equal(joined, np.concatenate(arrays, dtype=to, casting="unsafe"))

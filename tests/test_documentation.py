@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import accel_ops
+from accel_ops import errors
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _MODULES = [module.name for module in pkgutil.walk_packages(accel_ops.__path__, "accel_ops.")]
@@ -46,8 +47,8 @@ def test_every_public_name_is_exported_and_documented():
 
 def test_every_error_is_in_the_tree_of_its_module():
     """The module's docstring draws every class, and each error is a builtin that a caller would catch."""
-    for name in accel_ops.errors.__all__:
+    for name in errors.__all__:
         value = getattr(accel_ops.errors, name)
         if isinstance(value, type):
-            assert name in accel_ops.errors.__doc__
+            assert name in errors.__doc__
             assert issubclass(value, Warning) or value is accel_ops.AccelOpsError or len(value.__mro__) > 4

@@ -1,5 +1,7 @@
 """out=: any layout, over its own inputs, honoured or refused."""
 
+import math
+
 import numpy as np
 import pytest
 from arrays import (
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_ops as ops
+from accel_ops.cpu import pool
 
 # NumPy writes the padding of records or not as it likes.
 _NAMED = [
@@ -270,3 +273,31 @@ def test_bytes_around_out_are_untouched(engine, join, budget):
     is_guard[inside] = False
     assert set(whole[is_guard].tobytes()) <= {0xA5}
     assert_same_bits(whole[inside], np.concatenate(arrays, axis, out=np.zeros(expected.shape, dtype)))
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (3000, 3000)], ids=str)
+@pytest.mark.parametrize("strides", [(1, 1), (0, 1), (8, 8)], ids=str)
+def test_an_out_that_overlaps_itself_is_written_in_numpys_order(shape, strides):
+    """Which of the values meant for one place stays does not follow the threads."""
+    array = np.arange(math.prod(shape), dtype="u1").reshape(shape)
+    wide = [length * stride for length, stride in zip(shape, strides, strict=True)]
+    ours, numpys = np.zeros(sum(wide) + 1, "u1"), np.zeros(sum(wide) + 1, "u1")
+    with ops.threads(3):
+        ops.concatenate([array], out=np.lib.stride_tricks.as_strided(ours, shape, strides))
+    np.concatenate([array], out=np.lib.stride_tricks.as_strided(numpys, shape, strides))
+    assert np.array_equal(ours, numpys)
+
+
+def test_a_large_out_is_shared_by_threads_though_the_first_array_is_small(monkeypatch):
+    """The decision looks at the output and not at the first array."""
+    workers, run = [], pool.run
+
+    def recording(*args, **options):
+        workers.append(options["workers"])
+        run(*args, **options)
+
+    monkeypatch.setattr(pool, "run", recording)
+    arrays = [np.ones(1000), np.ones(3_000_000), np.ones(3_000_000)]
+    with ops.threads(2):
+        ops.concatenate(arrays, out=np.empty(6_001_000))
+    assert workers == [2]

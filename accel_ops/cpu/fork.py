@@ -14,11 +14,9 @@ import threading
 import time
 from typing import Any
 
-from accel_ops.cpu.native import the_compiler
+from accel_ops.cpu.native import COMPILERS, is_being_imported, the_compiler
 
 __all__: list[str] = []
-
-_COMPILERS = ("llvmlite", "llvmlite.binding", "numba")
 
 # A fork is not held up for longer, whatever the other thread is waiting for.
 _DEADLINE_S = 60.0
@@ -43,58 +41,69 @@ def _foreign_locks() -> list[Any]:
     return locks
 
 
-def _is_importing_elsewhere() -> bool:
-    """Return whether another thread is in the middle of importing a compiler."""
-    modules = (sys.modules.get(name) for name in _COMPILERS)
-    specs = (getattr(module, "__spec__", None) for module in modules)
-    return any(getattr(spec, "_initializing", False) for spec in specs) and not _is_importing_here()
-
-
 def _is_importing_here() -> bool:
     """Return whether this fork comes from within such an import, by a signal handler say."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in _COMPILERS:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in COMPILERS:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
 class _Fork:
-    """What one fork holds: the right to compile and the locks around compilation elsewhere."""
+    """What one fork holds: the right to compile, and the locks around compilation elsewhere."""
 
     def __init__(self) -> None:
+        self.is_prepared = False
         self._locks: list[Any] = []
 
     def prepare(self) -> None:
         deadline = time.monotonic() + _DEADLINE_S
         while not the_compiler.take_unless_held_here(self) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        while _is_importing_elsewhere() and time.monotonic() < deadline:
+        while is_being_imported() and not _is_importing_here() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for lock in _foreign_locks():
             self._locks.append(lock)  # first, so that an interrupt cannot leave it taken and forgotten
             lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        self.is_prepared = True
 
     def finish(self) -> None:
+        self.is_prepared = False
         while self._locks:
             with contextlib.suppress(RuntimeError):  # the deadline passed before it could be taken
-                self._locks.pop().release()
+                self._locks[-1].release()
+            self._locks.pop()
         the_compiler.drop(self)
 
 
 def _before() -> None:
-    fork = _Fork()
     if not hasattr(_forks, "under_way"):
         _forks.under_way = []
-    _forks.under_way.append(fork)
-    fork.prepare()
+    if _forks.under_way and _forks.under_way[-1].is_prepared:
+        return
+    fork = _Fork()
+    try:
+        _forks.under_way.append(fork)
+        fork.prepare()
+    except BaseException:
+        fork.finish()
+        _forks.under_way.remove(fork)
+        raise
 
 
 def _after() -> None:
-    _forks.under_way.pop().finish()
+    # One that is not prepared is being prepared further up: a handler has forked in the middle of that.
+    while _forks.under_way and _forks.under_way[-1].is_prepared:
+        _forks.under_way[-1].finish()
+        _forks.under_way.pop()
 
 
 # Hooks before a fork run in the reverse order of their registration. logging, imported above, has registered its
 # own already, so that ours waits before that one takes its lock.
-os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after)
+#
+# A signal that came during the fork is handled as soon as Python code runs, which is a hook, and the interpreter
+# drops what a hook raises. So each is registered several times, and does nothing when it has been done already.
+for _ in range(3):
+    os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after)

@@ -5,7 +5,8 @@ of its size class. Each array made here refers to a lease, and so does every vie
 made from it; only the end of the lease gives the block back.
 
 All state is in containers whose single operations are atomic. A lease may end at any moment: in another thread,
-in the garbage collector, in a signal handler, in a forked child.
+in the garbage collector, in a signal handler, in a forked child. Nothing but its block's reference is noted then;
+the next large request, or question, puts the block among the free ones and unmaps what is too much.
 """
 
 import collections
@@ -13,6 +14,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -78,10 +80,11 @@ class _Block:
 class _Lease:
     """What arrays over a block refer to; NumPy reads where the memory lies from ``__array_interface__``."""
 
-    __slots__ = ("__array_interface__", "_block", "_cache")
+    __slots__ = ("__array_interface__", "__weakref__", "block", "size")
 
-    def __init__(self, cache: "_Cache", block: _Block, n_bytes: int) -> None:
-        self._cache, self._block = cache, block
+    def __init__(self, block: _Block, n_bytes: int) -> None:
+        self.block: _Block | None = block
+        self.size = block.size
         self.__array_interface__ = {
             "shape": (n_bytes,),
             "typestr": "|u1",
@@ -89,8 +92,13 @@ class _Lease:
             "version": 3,
         }
 
-    def __del__(self) -> None:
-        self._cache.give_back(id(self), self._block)
+
+class _Return(weakref.ref["_Lease"]):
+    """Brings a block back when its lease has ended."""
+
+    __slots__ = ("block",)
+
+    block: _Block
 
 
 class _Cache:
@@ -98,30 +106,52 @@ class _Cache:
 
     def __init__(self) -> None:
         self._free: dict[int, collections.deque[_Block]] = {}  # by size class, the longest free first
-        self._leased: dict[int, int] = {}  # size by id of the lease
+        self._leased: dict[int, weakref.ref[_Lease]] = {}  # by the reference's id
+        # References of leases that have ended. Appending is all that happens then, in C: in Python code an
+        # interrupt could strike, and the interpreter drops what is raised while an object dies.
+        self._returned: collections.deque[weakref.ref[_Lease]] = collections.deque()
         self._releases = itertools.count()
         self._recent: collections.deque[int] = collections.deque(maxlen=_RECENT_REQUESTS)
         self._cap: int | None = None
 
     def lease(self, n_bytes: int) -> _Lease:
         size = size_class(n_bytes)
+        self._take_back()
         block = self._take(size)
         if block is None:
             block = self._map(size)
         self._recent.append(size)
         self.trim()
-        lease = _Lease(self, block, n_bytes)
-        self._leased[id(lease)] = size
+        lease = _Lease(block, n_bytes)
+        # Blocks come back without being looked at, so no more are lent out to come back than may be kept.
+        if self.cached_bytes() + self._coming_back() + size <= self.cap():
+            reference = _Return(lease, self._returned.append)
+            reference.block = block
+            lease.block = None
+            self._leased[id(reference)] = reference
+        else:
+            plain = weakref.ref(lease, self._returned.append)
+            self._leased[id(plain)] = plain
         return lease
 
-    def give_back(self, lease_id: int, block: _Block) -> None:
-        self._leased.pop(lease_id, None)
-        block.freed = next(self._releases)
-        self._free.setdefault(block.size, collections.deque()).append(block)
-        self.trim()
+    def _take_back(self) -> None:
+        while self._returned:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                reference = self._returned.popleft()
+                self._leased.pop(id(reference), None)
+                if isinstance(reference, _Return):
+                    block = reference.block
+                    block.freed = next(self._releases)
+                    self._free.setdefault(block.size, collections.deque()).append(block)
+
+    def _coming_back(self) -> int:
+        """Return the bytes of the blocks in use that will be kept."""
+        references = list(self._leased.values())
+        return sum(reference.block.size for reference in references if isinstance(reference, _Return))
 
     def trim(self, limit: int | None = None) -> int:
         """Unmap the longest free blocks beyond the limit; return how many bytes that were."""
+        self._take_back()
         limit = self.limit() if limit is None else limit
         excess = self.cached_bytes() - limit
         unmapped = 0
@@ -151,10 +181,12 @@ class _Cache:
         return sum(size * len(self._free[size]) for size in list(self._free))
 
     def info(self) -> HostMemoryInfo:
+        self.trim()
+        leases = [reference() for reference in list(self._leased.values())]
         return HostMemoryInfo(
             cached_bytes=self.cached_bytes(),
             cached_blocks=sum(len(self._free[size]) for size in list(self._free)),
-            in_use_bytes=sum(list(self._leased.values())),
+            in_use_bytes=sum(lease.size for lease in leases if lease is not None),
             limit_bytes=self.limit(),
             cap_bytes=self.cap(),
         )

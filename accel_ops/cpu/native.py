@@ -5,9 +5,9 @@ transpose a tile in registers. Importing llvmlite takes about 50 ms once and com
 against 0.2 s for importing Numba, and nothing has to be kept on disk. The compiled functions are called through
 ctypes, which releases the GIL.
 
-Nobody waits for a kernel. While another thread compiles (or this one does, and a signal handler came in
-between), when the interpreter is ending, and where address space is short, there is none, and the caller lets
-NumPy do the work.
+Compilation runs on a thread that no signal reaches, because an exception in the middle of llvmlite would leave its
+lock taken. Nobody else waits for it: while a thread compiles (this one too, if a signal handler came in between),
+when the interpreter is ending, and where address space is short, there is no kernel, and NumPy does the work.
 """
 
 import ctypes
@@ -19,11 +19,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-__all__ = ["Claim", "Kernel", "compile_kernel", "kept", "require", "the_compiler"]
+from accel_ops.cpu import pool
+
+__all__ = ["COMPILERS", "Claim", "Kernel", "compile_kernel", "is_being_imported", "kept", "require", "the_compiler"]
 
 # LLVM ends the process when the operating system refuses it memory, so that much is asked for, and given back,
 # before it is used: twice what importing llvmlite and compiling all kernels was seen to map.
 _RESERVE_BYTES = 512 << 20
+
+COMPILERS = ("llvmlite", "llvmlite.binding", "numba")
+
+_PATIENCE_S = 10.0  # how long a call waits for a kernel before it goes on without
+_LOCK_PATIENCE_S = 0.1  # and for llvmlite to become free
 
 Kernel = Callable[..., int]
 _Parameters = ParamSpec("_Parameters")
@@ -90,15 +97,32 @@ def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) ->
     ``build(builder)`` writes the body of ``int64 name(int64, ...)`` and returns what it returns. The callable
     that is returned trusts its arguments.
     """
-    if sys.is_finalizing() or not _has_address_space():
+    if sys.is_finalizing() or is_being_imported() or not _has_address_space():
         return None
     attempt = object()
     try:
         if not the_compiler.take(attempt):
             return None
+        address = pool.run_apart(functools.partial(_compile, name, n_arguments, build), _PATIENCE_S)
+    finally:
+        # After an interrupt the thread may still be at it, in a lock of llvmlite's that keeps others out.
+        the_compiler.drop(attempt)
+    if address is None:
+        return None
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * n_arguments)(address)
+
+
+def _compile(name: str, n_arguments: int, build: Callable[[Any], None]) -> int | None:
+    """Return the address of the compiled function."""
+    try:
         import llvmlite.binding as llvm
         from llvmlite import ir
-
+    except (ImportError, OSError, MemoryError):  # memory was refused after all: somebody else has taken it
+        return None
+    lock = llvm.ffi.lib._lock._lock
+    if not lock.acquire(timeout=_LOCK_PATIENCE_S):  # its holder may be who waits for us
+        return None
+    try:
         name = f"{name}_{next(_serial)}"  # a kernel may be compiled again after an interrupt
         int64 = ir.IntType(64)
         module = ir.Module(name)
@@ -110,12 +134,15 @@ def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) ->
         engine = _engine()
         engine.add_module(compiled)
         engine.finalize_object()
-        address = engine.get_function_address(name)
-    except (ImportError, OSError, MemoryError):  # refused after all, by somebody else who took it meanwhile
-        return None
+        return int(engine.get_function_address(name))
     finally:
-        the_compiler.drop(attempt)
-    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * n_arguments)(address)
+        lock.release()
+
+
+def is_being_imported() -> bool:
+    """Return whether a thread is in the middle of importing a compiler."""
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in COMPILERS)
+    return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
 def require(feature: str) -> None:

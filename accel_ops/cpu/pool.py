@@ -22,15 +22,19 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from accel_ops.cpu.floating_point import reset_floating_point_environment
 
-__all__ = ["Call", "CallCancelledError", "is_inside_call", "run", "size"]
+__all__ = ["Call", "CallCancelledError", "is_inside_call", "run", "run_apart", "size"]
 
 # A wait that is not a signal handler's business still looks up this often, because an exception set from
 # another thread (PyThreadState_SetAsyncExc) does not end a wait for a lock.
 _POLL_S = 0.02
+
+_Result = TypeVar("_Result")
 
 _inside_call: contextvars.ContextVar[bool] = contextvars.ContextVar("accel_ops_inside_call", default=False)
 
@@ -82,6 +86,35 @@ def run(
     """
     call = Call() if call is None else call
     call.run(function, n_pieces, workers, workers if budget is None else budget, tasks)
+
+
+def run_apart(function: Callable[[], _Result], patience_s: float) -> _Result | None:
+    """Run a function on a thread of its own, which no signal interrupts, and return its result.
+
+    The caller waits, so that no more threads are busy than before. An interrupt ends the waiting and not the
+    function; so does running out of patience, which returns None. Where no thread can be had the caller runs it.
+    """
+    ended: queue.SimpleQueue[tuple[_Result | None, BaseException | None]] = queue.SimpleQueue()
+
+    def body() -> None:
+        try:
+            ended.put((function(), None))
+        except BaseException as exc:  # noqa: BLE001 - raised by the caller
+            ended.put((None, exc))
+
+    process = os.getpid()  # before the start, in the middle of which a handler may fork
+    try:
+        _thread.start_new_thread(body, ())
+    except (RuntimeError, MemoryError):
+        return function()
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and os.getpid() == process:  # a forked child does not have that thread
+        with contextlib.suppress(queue.Empty):
+            result, failure = ended.get(timeout=_POLL_S)
+            if failure is not None:
+                raise failure
+            return result
+    return None
 
 
 class CallCancelledError(Exception):

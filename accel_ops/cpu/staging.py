@@ -10,6 +10,7 @@ from accel_ops.cpu import pool
 from accel_ops.cpu.floating_point import call_in_default_environment, call_reporting_errors
 from accel_ops.cpu.memory import empty
 from accel_ops.cpu.plan import Plan
+from accel_ops.errors import warn
 
 __all__ = ["SMALL_BYTES", "SMALL_CHANGED_BYTES", "empty", "fill", "is_small", "join"]
 
@@ -33,6 +34,8 @@ def join(
 ) -> None:
     """Write the arrays, joined along an axis, into ``out``, which overlaps none of them. See `concatenate`."""
     casts = not all(array.dtype == out.dtype for array in arrays)
+    if casts:
+        arrays = discard_imaginary_parts(arrays, out.dtype)
     if is_small(out.nbytes, changes=casts or not all(array.flags.c_contiguous for array in arrays)):
         on_caller = functools.partial(np.concatenate, arrays, axis, out=out, casting=casting)
         piece = functools.partial(call_in_default_environment, on_caller) if casts else on_caller
@@ -47,6 +50,7 @@ def join(
 
 def fill(dst: Array, src: Array, *, max_workers: int | None = None) -> None:
     """Write one array into another of the same shape. That the cast is allowed has been checked."""
+    (src,) = discard_imaginary_parts([src], dst.dtype)
     plan = Plan(dst, None, 0)
     plan.add_pieces(dst, src)
     run = functools.partial(plan.run, max_workers, None)
@@ -56,3 +60,14 @@ def fill(dst: Array, src: Array, *, max_workers: int | None = None) -> None:
 def is_small(n_bytes: int, *, changes: bool) -> bool:
     """Return whether NumPy alone, on the calling thread, joins so much soonest."""
     return n_bytes < (SMALL_CHANGED_BYTES if changes else SMALL_BYTES)
+
+
+def discard_imaginary_parts(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Sequence[Array]:
+    """Return the real parts of arrays whose imaginary parts a cast would discard, and warn of it as NumPy does.
+
+    It is done beforehand, so that the warning is given once, by the caller's thread and at the caller's line.
+    """
+    if dtype.kind not in "iuf" or not any(array.dtype.kind == "c" for array in arrays):
+        return arrays
+    warn("Casting complex values to real discards the imaginary part", np.exceptions.ComplexWarning)
+    return [array.real if array.dtype.kind == "c" else array for array in arrays]
