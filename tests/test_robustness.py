@@ -196,23 +196,30 @@ def test_signals_during_forks_leave_no_lock_held():
         class Alarm(Exception):
             pass
 
+        armed, handled = False, 0
+
         def handler(number, frame):
-            raise Alarm
+            global handled
+            handled += 1
+            if armed:
+                raise Alarm
 
         signal.signal(signal.SIGALRM, handler)
-        for round in range(150):
+        for round in range(300):
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 * (round % 100 + 1))
             process = None
             try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 * (round % 100 + 1))
+                armed = True
                 process = os.fork()
                 if process == 0:
                     os._exit(0)
-                while True:
-                    signal.pause()
+                armed = False
             except Alarm:
+                armed = False
                 if process == 0:
                     os._exit(0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        assert handled > 50, handled
         try:
             while True:
                 os.wait()
@@ -222,13 +229,11 @@ def test_signals_during_forks_leave_no_lock_held():
         free = []
 
         def elsewhere():
-            free.append(fork._foreign_locks()[-1].acquire(timeout=5))
+            lock = fork._foreign_locks()[-1]
+            free.append(lock.acquire(timeout=5))
+            lock.release()
             copy_kernels.rows.cache_clear()
             free.append(copy_kernels.rows(stream=False) is not None)
-            process = os.fork()
-            if process == 0:
-                os._exit(0)
-            os.waitpid(process, 0)
 
         thread = threading.Thread(target=elsewhere)
         thread.start()
@@ -250,21 +255,26 @@ def test_interrupts_during_compilation_leave_no_lock_held():
         class Alarm(Exception):
             pass
 
+        armed = False
+
         def handler(number, frame):
-            raise Alarm
+            if armed:
+                raise Alarm
 
         arrays = [np.ones((1000, 1300)).T] * 2
         signal.signal(signal.SIGALRM, handler)
         raised = 0
         for round in range(60):
             copy_kernels.transpose.cache_clear()
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + 4e-4 * round, 3e-4)
             try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-4 + 4e-4 * round, 3e-4)
+                armed = True
                 ops.concatenate(arrays)
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                armed = False
             except Alarm:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                armed = False
                 raised += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
         assert raised > 10, raised
         joined = []
         thread = threading.Thread(target=lambda: joined.append(ops.concatenate(arrays, dtype="f2")))

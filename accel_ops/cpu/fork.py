@@ -70,12 +70,12 @@ class _Fork:
         self.is_prepared = True
 
     def finish(self) -> None:
-        self.is_prepared = False
         while self._locks:
             with contextlib.suppress(RuntimeError):  # the deadline passed before it could be taken
                 self._locks[-1].release()
             self._locks.pop()
         the_compiler.drop(self)
+        self.is_prepared = False  # last: after an interrupt the next hook finishes it again
 
 
 def _before() -> None:
@@ -95,9 +95,10 @@ def _before() -> None:
 
 def _after() -> None:
     # One that is not prepared is being prepared further up: a handler has forked in the middle of that.
-    while _forks.under_way and _forks.under_way[-1].is_prepared:
-        _forks.under_way[-1].finish()
-        _forks.under_way.pop()
+    under_way = getattr(_forks, "under_way", [])
+    while under_way and under_way[-1].is_prepared:
+        under_way[-1].finish()
+        under_way.pop()
 
 
 # Hooks before a fork run in the reverse order of their registration. logging, imported above, has registered its
