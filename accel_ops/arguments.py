@@ -47,8 +47,9 @@ def may_overlap(out: Array, arrays: Sequence[Array]) -> bool:
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     if owner.flags.owndata or memory.is_leased(owner):
-        # Two arrays that own their memory share it only if they are one. This takes a tenth of NumPy's time.
-        arrays = [array for array in arrays if array is owner or not array.flags.owndata]
+        # Nothing else than a view of it shares the memory of an array that owns it. This takes a tenth of the time
+        # that NumPy's answer takes.
+        arrays = [array for array in arrays if array.base is not None or array is owner]
     return any(np.may_share_memory(out, array) for array in arrays)
 
 

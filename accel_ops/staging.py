@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -277,7 +278,7 @@ def _join_small(
     NumPy's own checks are enough here: it refuses arrays that do not fill the output to the last element, and
     under casting="no" those of another dtype.
     """
-    if not arrays or type(axis) is not int or set(map(type, arrays)) != {np.ndarray}:
+    if not arrays or type(axis) is not int or operator.countOf(map(type, arrays), np.ndarray) < len(arrays):
         return None
     if out is not None and (type(out) is not np.ndarray or may_overlap(out, arrays)):
         return None
