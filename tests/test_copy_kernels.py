@@ -368,3 +368,24 @@ def test_other_casts_have_no_kernel(source, to):
 def test_swapped_bfloat16_has_no_kernel():
     """A name says nothing about byte order."""
     assert cast_kernels.cast_kernel(F4, BF16.newbyteorder(), stream=False) is None
+
+
+@pytest.mark.parametrize("item_bytes", [2, 4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 33, 700])
+def test_whole_lines_are_stored_at_once(item_bytes, rows):
+    """Where rows are whole lines of the output, tiles go past the caches without a detour, and nothing else changes."""
+    side = 64 // item_bytes
+    assert copy_kernels.has_whole_lines(item_bytes, 64)
+    assert not copy_kernels.has_whole_lines(item_bytes, 32)
+    columns = 5 * side
+    source = np.arange(columns * rows * item_bytes, dtype=np.uint8).reshape(columns, rows, item_bytes)
+    memory = np.full(rows * 6 * 64 + 64, 170, np.uint8)
+    start = -memory.ctypes.data % 64
+    kernel = copy_kernels.transpose(item_bytes, stream=True, aligned=True)
+    address = memory.ctypes.data + start
+    kernel(address, source.ctypes.data, rows, columns - 3, 6 * 64, rows * item_bytes, 0)
+    lines = memory[start : start + rows * 384].reshape(rows, 384)
+    written = (columns - 3) * item_bytes
+    assert lines[:, :written].tobytes() == source[: columns - 3].transpose(1, 0, 2).tobytes()
+    assert (lines[:, written:] == 170).all()
+    assert (memory[:start] == 170).all()

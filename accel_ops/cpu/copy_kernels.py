@@ -29,6 +29,7 @@ __all__ = [
     "SCRATCH_BYTES",
     "TRANSPOSED_ITEM_BYTES",
     "deinterleave",
+    "has_whole_lines",
     "interleave",
     "rows",
     "segments",
@@ -112,16 +113,22 @@ def _stream_lines(builder: Any, dst: Any, src: Any, n_lines: int) -> None:
         store(builder, value, builder.add(dst, offset), stream=True)
 
 
+def has_whole_lines(item_bytes: int, alignment: int) -> bool:
+    """Return whether each row of a tile is a whole line of an output whose rows have this alignment."""
+    return _SIDES[item_bytes] * item_bytes == CACHE_LINE_BYTES and alignment % CACHE_LINE_BYTES == 0
+
+
 @kept
-def transpose(item_bytes: int, *, stream: bool) -> Kernel | None:
+def transpose(item_bytes: int, *, stream: bool, aligned: bool = False) -> Kernel | None:
     """Return ``copy(dst, src, n_rows, n_columns, dst_stride, src_stride, scratch)``: dst[i, j] = src[j, i].
 
     A row of dst and a row of src are contiguous. Within a panel of rows, a column of tiles is read before the
     next one, so that each row of src is read in long runs. When streaming, a group of such columns is collected
     in SCRATCH_BYTES at ``scratch``, and from there each row is stored in whole lines, wherever in a line it begins.
+    ``aligned`` says that `has_whole_lines`: they are stored past the caches at once.
     """
     side = _SIDES[item_bytes]
-    stream = stream and side * item_bytes == CACHE_LINE_BYTES
+    collects = stream and not aligned and side * item_bytes == CACHE_LINE_BYTES
     panel_rows = _PANEL_RUN_BYTES // item_bytes
 
     def build(builder: Any) -> None:
@@ -148,11 +155,11 @@ def transpose(item_bytes: int, *, stream: bool) -> Kernel | None:
                 columns = [builder.add(column, integer(k)) for k in range(side)]
                 tile = _transposed(builder, [load(builder, src_at(row, each), vector) for each in columns])
                 for k, line in enumerate(tile):
-                    store(builder, line, target(builder.add(row, integer(k)), column))
+                    store(builder, line, target(builder.add(row, integer(k)), column), stream=stream and aligned)
 
         whole_rows = builder.and_(n_rows, integer(-side))
         whole_columns = builder.and_(n_columns, integer(-side))
-        group = _LineGroup(builder, scratch, whole_columns, item_bytes, dst_at) if stream else None
+        group = _LineGroup(builder, scratch, whole_columns, item_bytes, dst_at) if collects else None
         with loop(whole_rows, panel_rows) as panel:
             panel_stop = minimum(builder, builder.add(panel, integer(panel_rows)), whole_rows)
             if group is None:
@@ -167,7 +174,7 @@ def transpose(item_bytes: int, *, stream: bool) -> Kernel | None:
         copy_items(whole_rows, n_rows, integer(0), n_columns)
         _return(builder)
 
-    return compile_kernel(f"transpose_{item_bytes}_{stream:d}", 7, build)
+    return compile_kernel(f"transpose_{item_bytes}_{stream:d}_{aligned:d}", 7, build)
 
 
 class _LineGroup:

@@ -130,7 +130,7 @@ def _cut(dst: Array, src: Array, order: Sequence[tuple[int, int]]) -> Iterator[t
 
 def _copy(dst: Array, src: Array, *, stream: bool) -> None:
     """Copy a block between arrays of one dtype, by a kernel where there is one for its layout."""
-    layout = _layout(dst, src, stream=stream)
+    layout = _layout(dst, src, stream=stream, alignment=address(dst))
     if layout is None:
         np.copyto(dst, src, casting="no")
     else:
@@ -149,8 +149,11 @@ class _Layout(NamedTuple):
             self.kernel(to + to_offset, start + offset, *self.sizes)
 
 
-def _layout(dst: Array, src: Array, *, stream: bool) -> _Layout | None:
-    """Return how a kernel copies between arrays of these shapes and strides, or None where NumPy has to."""
+def _layout(dst: Array, src: Array, *, stream: bool, alignment: int = 1) -> _Layout | None:
+    """Return how a kernel copies between arrays of these shapes and strides, or None where NumPy has to.
+
+    Every address that the output begins at is a multiple of ``alignment``.
+    """
     item_bytes = dst.itemsize
     shape, dst_strides, src_strides = _merged(dst, src)
     if not shape or dst_strides[-1] != item_bytes:
@@ -167,7 +170,8 @@ def _layout(dst: Array, src: Array, *, stream: bool) -> _Layout | None:
         other = src_strides.index(item_bytes)
         inner = [other, last]
         sizes = (shape[other], shape[last], dst_strides[other], src_strides[last])
-        kernel, sizes = _transposing_kernel(item_bytes, sizes, stream=stream)
+        aligned = copy_kernels.has_whole_lines(item_bytes, math.gcd(alignment, *dst_strides[:-1]))
+        kernel, sizes = _transposing_kernel(item_bytes, sizes, stream=stream, aligned=stream and aligned)
     else:
         return None
     outer = [axis for axis in range(len(shape)) if axis not in inner]
@@ -182,7 +186,7 @@ def _layout(dst: Array, src: Array, *, stream: bool) -> _Layout | None:
 
 
 def _transposing_kernel(
-    item_bytes: int, sizes: tuple[int, int, int, int], *, stream: bool
+    item_bytes: int, sizes: tuple[int, int, int, int], *, stream: bool, aligned: bool
 ) -> tuple[Any, tuple[int, ...]]:
     """Choose between whole tiles and few interleaved channels; return the kernel and its last arguments."""
     n_rows, n_columns, dst_stride, src_stride = sizes
@@ -190,7 +194,7 @@ def _transposing_kernel(
         return copy_kernels.deinterleave(item_bytes, n_rows), (n_columns, dst_stride)
     if 1 < n_columns <= copy_kernels.MAX_CHANNELS and dst_stride == n_columns * item_bytes:
         return copy_kernels.interleave(item_bytes, n_columns), (n_rows, src_stride)
-    return copy_kernels.transpose(item_bytes, stream=stream), (*sizes, _scratch_address())
+    return copy_kernels.transpose(item_bytes, stream=stream, aligned=aligned), (*sizes, _scratch_address())
 
 
 def _scratch_address() -> int:
