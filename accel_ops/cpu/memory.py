@@ -121,10 +121,12 @@ class _Cache:
         if block is None:
             block = self._map(size)
         self._recent.append(size)
-        self.trim()
+        cached_bytes = self.cached_bytes()
+        if cached_bytes:
+            self.trim()
         lease = _Lease(block, n_bytes)
         # Blocks come back without being looked at, so no more are lent out to come back than may be kept.
-        if self.cached_bytes() + self._coming_back() + size <= self.cap():
+        if cached_bytes + self._coming_back() + size <= self.cap():
             reference = _Return(lease, self._returned.append)
             reference.block = block
             lease.block = None
@@ -142,7 +144,10 @@ class _Cache:
                 if isinstance(reference, _Return):
                     block = reference.block
                     block.freed = next(self._releases)
-                    self._free.setdefault(block.size, collections.deque()).append(block)
+                    blocks = self._free.get(block.size)
+                    if blocks is None:
+                        blocks = self._free.setdefault(block.size, collections.deque())
+                    blocks.append(block)
 
     def _coming_back(self) -> int:
         """Return the bytes of the blocks in use that will be kept."""
@@ -192,9 +197,11 @@ class _Cache:
         )
 
     def _take(self, size: int) -> _Block | None:
-        with contextlib.suppress(KeyError, IndexError):
-            return self._free[size].pop()  # the one used last, whose pages may still be in a cache
-        return None
+        blocks = self._free.get(size)
+        try:
+            return blocks.pop() if blocks else None  # the one used last, whose pages may still be in a cache
+        except IndexError:  # another thread took it
+            return None
 
     def _map(self, size: int) -> _Block:
         try:
