@@ -793,7 +793,7 @@ INTERRUPTED = """
         sender.start()
         endless(lambda index: go.set() if index % 10**5 == round else None)
 
-    # Workers are started first: until a new thread runs, CPython takes it for its creator, and may give it the exception.
+    # Workers are started first: until a thread runs, CPython may give it the exception that is meant for its creator.
     nothing_runs_on()
     for round in range(12):
         try:
