@@ -378,7 +378,7 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, type[BaseException] | Non
         error: type[BaseException] | None = None
         try:
             result = function()
-        except Exception as exc:  # noqa: BLE001
+        except Exception as exc:  # noqa: BLE001 - the class is what is compared
             error = type(exc)
     return result, error, {(each.category, str(each.message)) for each in given}
 

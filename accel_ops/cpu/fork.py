@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from types import FrameType
 from typing import Any
 
 from accel_ops.cpu.native import COMPILERS, is_being_imported, the_compiler
@@ -43,11 +44,11 @@ def _foreign_locks() -> list[Any]:
 
 def _is_importing_here() -> bool:
     """Return whether this fork comes from within such an import, by a signal handler say."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in COMPILERS:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -87,7 +88,7 @@ def _before() -> None:
     try:
         _forks.under_way.append(fork)
         fork.prepare()
-    except BaseException:
+    except BaseException:  # an interrupt, which the interpreter drops: the next hook begins again
         fork.finish()
         _forks.under_way.remove(fork)
         raise

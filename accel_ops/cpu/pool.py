@@ -199,7 +199,7 @@ class Call:
             if helpers > 0 and not is_inside_call():
                 _pool.lend(self, helpers, budget)
             self._take_tasks(caller=True)
-        except BaseException:
+        except BaseException:  # before the helpers are waited for, so that they begin nothing more
             self.cancelled = True
             raise
 
@@ -221,7 +221,7 @@ class Call:
             except Exception as exc:  # noqa: BLE001 - raised by the caller, in `run`
                 self._failures[piece] = exc
                 return
-            except BaseException as exc:
+            except BaseException as exc:  # an interrupt or an exit: unlike a failure it ends what comes before it too
                 self.cancelled = True
                 if caller:
                     raise
