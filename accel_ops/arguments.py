@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 __all__ = [
+    "are_plain",
     "as_array",
     "as_iterable",
     "as_subclass",
@@ -41,16 +42,41 @@ _NUMPYS = np.ndarray.__array_function__
 _LARGEST_CHUNK_MEBIBYTES = 1 << 40  # larger than any array: each one is a single piece
 
 
-def may_overlap(out: Array, arrays: Sequence[Array]) -> bool:
+def are_plain(arrays: Iterable[Any], *, apart_from: Array | None = None) -> bool:
+    """Return whether all are ndarrays, none of a subclass or one that may overlap the given one.
+
+    A thousand arrays of 4 KiB are joined in 250 us. The loops here take 15 and 30 of them, a generator twice as many.
+    """
+    ndarray = np.ndarray
+    if apart_from is None:
+        for array in arrays:  # noqa: SIM110
+            if type(array) is not ndarray:
+                return False
+        return True
+    owner = _sole_owner(apart_from)
+    for array in arrays:
+        if type(array) is not ndarray:
+            return False
+        if (owner is None or array.base is not None or array is owner) and np.may_share_memory(array, apart_from):
+            return False
+    return True
+
+
+def may_overlap(out: Array, arrays: Iterable[Array]) -> bool:
     """Return whether the output may share memory with an input; True may be wrong, False is not."""
-    owner = out
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    if owner.flags.owndata or memory.is_leased(owner):
-        # Nothing else than a view of it shares the memory of an array that owns it. This takes a tenth of the time
-        # that NumPy's answer takes.
-        arrays = [array for array in arrays if array.base is not None or array is owner]
-    return any(np.may_share_memory(out, array) for array in arrays)
+    owner = _sole_owner(out)
+    # To ask for the base takes a tenth of the time that NumPy's answer takes.
+    return any(
+        (owner is None or array.base is not None or array is owner) and np.may_share_memory(out, array)
+        for array in arrays
+    )
+
+
+def _sole_owner(array: Array) -> Array | None:
+    """Return the array that owns the memory of one, with which only views of it share it; None if there is none."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array if array.flags.owndata or memory.is_leased(array) else None
 
 
 def may_overlap_itself(out: Array) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from accel_ops import dispatch
 from accel_ops.arguments import (
+    are_plain,
     as_array,
     as_iterable,
     as_subclass,
@@ -278,9 +278,9 @@ def _join_small(
     NumPy's own checks are enough here: it refuses arrays that do not fill the output to the last element, and
     under casting="no" those of another dtype.
     """
-    if not arrays or type(axis) is not int or operator.countOf(map(type, arrays), np.ndarray) < len(arrays):
+    if not arrays or type(axis) is not int or (out is not None and type(out) is not np.ndarray):
         return None
-    if out is not None and (type(out) is not np.ndarray or may_overlap(out, arrays)):
+    if not are_plain(arrays, apart_from=out):
         return None
     first = arrays[0]
     n_arrays = len(arrays)
