@@ -14,8 +14,10 @@ from accel_ops.errors import (
     ThreadingWarning,
     UnfilledSlotError,
     UnsupportedArrayError,
+    UnsupportedDTypeError,
 )
 from accel_ops.parallel_array_ops import ParallelArrayOps
+from accel_ops.products import dot, inner, matmul, matvec, outer, tensordot, vecdot, vecmat
 from accel_ops.staging import concatenate, stack
 
 __version__ = "0.1.0.dev0"
@@ -34,15 +36,24 @@ __all__ = [
     "ThreadingWarning",
     "UnfilledSlotError",
     "UnsupportedArrayError",
+    "UnsupportedDTypeError",
     "batch",
     "concatenate",
+    "dot",
     "get_num_threads",
     "host_memory_info",
+    "inner",
+    "matmul",
+    "matvec",
+    "outer",
     "release_host_memory",
     "set_num_threads",
     "stack",
+    "tensordot",
     "thread_info",
     "threads",
+    "vecdot",
+    "vecmat",
 ]
 
 threadpools.register()

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from accel_ops.cpu import pool
+from accel_ops.cpu import products as cpu_products
 from accel_ops.cpu import staging as cpu
 from accel_ops.errors import BackendUnavailableError
 
-__all__ = ["Array", "Backend", "backend_for"]
+__all__ = ["Array", "Backend", "ProductBackend", "backend_for", "backend_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,6 +43,21 @@ class Backend(Protocol):
 
     def is_small(self, n_bytes: int, *, changes: bool) -> bool:
         """Return whether NumPy alone, on the calling thread, joins so much soonest."""
+
+
+class ProductBackend(Protocol):
+    """What the public products ask of the place where their operands lie; a module is one."""
+
+    def empty(self, shape: Iterable[int], dtype: np.dtype[Any]) -> Array:
+        """Return an uninitialised C-ordered array."""
+
+    def matmul(self, a: Array, b: Array, out: Array) -> None:
+        """Multiply stacks of matrices, of one dtype and one shape of stack, into an output that overlaps neither."""
+
+
+def backend_of(_arrays: Sequence[Array]) -> ProductBackend:
+    """Return the backend where arrays lie: all in host memory, as far as there is no other backend."""
+    return cpu_products
 
 
 def backend_for(accelerator: object) -> Backend:

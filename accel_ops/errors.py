@@ -5,6 +5,7 @@ AccelOpsError
 ├── DTypeMismatchError (TypeError, ValueError) arrays of different dtypes, and no ``dtype=`` to cast to
 ├── ShapeMismatchError (ValueError)           arrays whose shapes do not fit together
 ├── UnsupportedArrayError (TypeError)         an array that would lose what it carries
+├── UnsupportedDTypeError (TypeError)         a dtype that the operation has no kernel for
 ├── ShutdownError (RuntimeError)              a call on, or cut short by, a closed ParallelArrayOps
 └── UnfilledSlotError (RuntimeError)          a batch was left before each slot had been filled
 
@@ -28,6 +29,7 @@ __all__ = [
     "ThreadingWarning",
     "UnfilledSlotError",
     "UnsupportedArrayError",
+    "UnsupportedDTypeError",
     "warn",
 ]
 
@@ -50,6 +52,10 @@ class ShapeMismatchError(AccelOpsError, ValueError):
 
 class UnsupportedArrayError(AccelOpsError, TypeError):
     """An array whose kind carries more than values, which the operation would drop."""
+
+
+class UnsupportedDTypeError(AccelOpsError, TypeError):
+    """A dtype that the operation is not defined for, or has no kernel for."""
 
 
 class ShutdownError(AccelOpsError, RuntimeError):

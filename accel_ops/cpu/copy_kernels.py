@@ -20,6 +20,7 @@ from accel_ops.cpu.emit import (
     memcpy,
     minimum,
     store,
+    transposed,
     vector_type,
 )
 from accel_ops.cpu.native import Kernel, compile_kernel, kept
@@ -153,7 +154,7 @@ def transpose(item_bytes: int, *, stream: bool, aligned: bool = False) -> Kernel
             (row_start, row_stop), (column_start, column_stop) = rows_range, columns_range
             with loop(column_stop, side, start=column_start) as column, loop(row_stop, side, start=row_start) as row:
                 columns = [builder.add(column, integer(k)) for k in range(side)]
-                tile = _transposed(builder, [load(builder, src_at(row, each), vector) for each in columns])
+                tile = transposed(builder, [load(builder, src_at(row, each), vector) for each in columns])
                 for k, line in enumerate(tile):
                     store(builder, line, target(builder.add(row, integer(k)), column), stream=stream and aligned)
 
@@ -229,19 +230,6 @@ class _LineGroup:
 
     def _copy_line(self, start: Any, to: Any, *, stream: bool = False) -> None:
         store(self._builder, load(self._builder, start, self._line), to, stream=stream)
-
-
-def _transposed(builder: Any, tile: list[Any]) -> list[Any]:
-    """Transpose a square tile: log2(side) rounds, each of which interleaves row i with row i + side/2."""
-    side = len(tile)
-    half = side // 2
-    for _ in range(side.bit_length() - 1):
-        tile = [
-            gather(builder, [tile[k], tile[k + half]], [(lane % 2, start + lane // 2) for lane in range(side)])
-            for k in range(half)
-            for start in (0, half)
-        ]
-    return tile
 
 
 @kept

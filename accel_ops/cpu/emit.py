@@ -4,7 +4,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["fence", "for_range", "gather", "integer", "load", "memcpy", "minimum", "splat", "store", "vector_type"]
+__all__ = [
+    "broadcast",
+    "concatenated",
+    "fence",
+    "for_range",
+    "fused_multiply_add",
+    "gather",
+    "integer",
+    "load",
+    "load_masked",
+    "memcpy",
+    "minimum",
+    "prefetch",
+    "splat",
+    "store",
+    "store_masked",
+    "transposed",
+    "variable",
+    "vector_type",
+]
 
 CACHE_LINE_BYTES = 64
 
@@ -50,6 +69,14 @@ def for_range(builder: Any, stop: Any, step: int = 1, start: Any = None) -> Iter
     builder.position_at_end(after)
 
 
+def variable(builder: Any, initial: Any) -> Any:
+    """Return memory for a value that changes, which LLVM keeps in a register: it lies in the function's frame."""
+    with builder.goto_entry_block():
+        place = builder.alloca(initial.type)
+    builder.store(initial, place)
+    return place
+
+
 def minimum(builder: Any, first: Any, second: Any) -> Any:
     """Return the smaller of two signed integers."""
     return builder.select(builder.icmp_signed("<", first, second), first, second)
@@ -93,6 +120,105 @@ def gather(builder: Any, vectors: Sequence[Any], lanes: Sequence[tuple[int, int]
         mask = ir.Constant(ir.VectorType(ir.IntType(32), n), [integer(lane, 32) for lane in chosen])
         result = builder.shuffle_vector(result, vectors[vector], mask)
     return result
+
+
+def transposed(builder: Any, tile: list[Any]) -> list[Any]:
+    """Transpose square blocks side by side: log2(side) rounds, each of which interleaves row i with row i + side/2.
+
+    A vector of several times as many lanes as there are vectors is so many blocks.
+    """
+    side = len(tile)
+    half = side // 2
+    blocks = range(0, tile[0].type.count, side)
+    for _ in range(side.bit_length() - 1):
+        tile = [
+            gather(
+                builder,
+                [tile[k], tile[k + half]],
+                [(lane % 2, block + start + lane // 2) for block in blocks for lane in range(side)],
+            )
+            for k in range(half)
+            for start in (0, half)
+        ]
+    return tile
+
+
+def concatenated(builder: Any, vectors: Sequence[Any]) -> Any:
+    """Return one vector of the lanes of several, in order; their number is a power of two."""
+    from llvmlite import ir
+
+    while len(vectors) > 1:
+        n = 2 * vectors[0].type.count
+        mask = ir.Constant(vector_type(ir.IntType(32), n), [integer(lane, 32) for lane in range(n)])
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [builder.shuffle_vector(first, second, mask) for first, second in pairs]
+    return vectors[0]
+
+
+def broadcast(builder: Any, value: Any, n: int) -> Any:
+    """Return a vector of n times a value that is known at run time only."""
+    from llvmlite import ir
+
+    undefined = ir.Constant(vector_type(value.type, n), ir.Undefined)
+    first = builder.insert_element(undefined, value, integer(0, 32))
+    return builder.shuffle_vector(first, undefined, splat(integer(0, 32), n))
+
+
+def load_masked(builder: Any, address: Any, kind: Any, mask: Any) -> Any:
+    """Load the lanes of a vector that a mask names, the others being zero; nothing else is read."""
+    from llvmlite import ir
+
+    pointer = builder.inttoptr(address, kind.as_pointer())
+    zero = ir.Constant(kind, [0] * kind.count)
+    arguments = [pointer, integer(1, 32), mask, zero]
+    function_type = ir.FunctionType(kind, [argument.type for argument in arguments])
+    return builder.call(_intrinsic(builder, f"llvm.masked.load.{_suffix(kind)}.p0", function_type), arguments)
+
+
+def store_masked(builder: Any, value: Any, address: Any, mask: Any) -> None:
+    """Store the lanes of a vector that a mask names; nothing else is written."""
+    from llvmlite import ir
+
+    pointer = builder.inttoptr(address, value.type.as_pointer())
+    arguments = [value, pointer, integer(1, 32), mask]
+    function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(_intrinsic(builder, f"llvm.masked.store.{_suffix(value.type)}.p0", function_type), arguments)
+
+
+def fused_multiply_add(builder: Any, first: Any, second: Any, third: Any) -> Any:
+    """Return first * second + third, rounded once. On vectors or scalars."""
+    from llvmlite import ir
+
+    kind = third.type
+    function = _intrinsic(builder, f"llvm.fma.{_suffix(kind)}", ir.FunctionType(kind, [kind] * 3))
+    return builder.call(function, [first, second, third])
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for the cache line of an address, which need not be mapped."""
+    from llvmlite import ir
+
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    arguments = [pointer, integer(0, 32), integer(2, 32), integer(1, 32)]  # to read, into the second-level cache, data
+    function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(_intrinsic(builder, "llvm.prefetch.p0", function_type), arguments)
+
+
+def _intrinsic(builder: Any, name: str, function_type: Any) -> Any:
+    """Return an LLVM intrinsic, declared once in the module."""
+    from llvmlite import ir
+
+    declared = builder.module.globals.get(name)
+    return ir.Function(builder.module, function_type, name) if declared is None else declared
+
+
+def _suffix(kind: Any) -> str:
+    """Return what LLVM calls a type in the names of intrinsics."""
+    from llvmlite import ir
+
+    if isinstance(kind, ir.VectorType):
+        return f"v{kind.count}{_suffix(kind.element)}"
+    return {ir.FloatType(): "f32", ir.DoubleType(): "f64"}.get(kind) or f"i{kind.width}"
 
 
 def fence(builder: Any) -> None:

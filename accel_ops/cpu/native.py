@@ -21,7 +21,17 @@ from typing import Any, ParamSpec
 
 from accel_ops.cpu import pool
 
-__all__ = ["COMPILERS", "Claim", "Kernel", "compile_kernel", "is_being_imported", "kept", "require", "the_compiler"]
+__all__ = [
+    "COMPILERS",
+    "Claim",
+    "Kernel",
+    "compile_kernel",
+    "has_address_space",
+    "is_being_imported",
+    "kept",
+    "require",
+    "the_compiler",
+]
 
 # LLVM ends the process when the operating system refuses it memory, so that much is asked for, and given back,
 # before it is used: twice what importing llvmlite and compiling all kernels was seen to map.
@@ -97,7 +107,7 @@ def compile_kernel(name: str, n_arguments: int, build: Callable[[Any], None]) ->
     ``build(builder)`` writes the body of ``int64 name(int64, ...)`` and returns what it returns. The callable
     that is returned trusts its arguments.
     """
-    if sys.is_finalizing() or is_being_imported() or not _has_address_space():
+    if sys.is_finalizing() or is_being_imported() or not has_address_space():
         return None
     attempt = object()
     try:
@@ -166,7 +176,7 @@ def _engine() -> Any:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
-def _has_address_space() -> bool:
+def has_address_space() -> bool:
     """Return whether LLVM would get the memory that it may want."""
     try:
         mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
