@@ -4,7 +4,6 @@ The tile reads a row of the right operand as whole vectors. Where they do not li
 a panel are copied to memory of the worker's own first; an operand is never copied whole.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -110,39 +109,31 @@ class _Pack:
         n_vectors = builder.sdiv(builder.add(given["columns"], integer(self.lanes - 1)), integer(self.lanes))
         self.term_bytes = builder.mul(n_vectors, integer(self.vector_bytes * element.parts))
         self.part_bytes = builder.mul(n_vectors, integer(self.vector_bytes))
-        with for_range(builder, n_vectors) as vector:
+        adjacent = builder.icmp_signed("==", given["b_column"], integer(element.n_bytes))
+        n_whole = builder.select(adjacent, builder.sdiv(given["columns"], integer(self.lanes)), integer(0))
+        with for_range(builder, given["n_terms"]) as term, for_range(builder, n_whole) as vector:
+            self._copy_vector(term, vector)
+        with for_range(builder, n_vectors, start=n_whole) as vector:
             first = builder.mul(vector, integer(self.lanes))
-            left = builder.sub(given["columns"], first)
             source = builder.add(given["b"], builder.mul(first, given["b_column"]))
             target = builder.add(given["target"], builder.mul(vector, integer(self.vector_bytes)))
-            adjacent = builder.icmp_signed("==", given["b_column"], integer(element.n_bytes))
-            whole = builder.icmp_signed(">=", left, integer(self.lanes))
-            with builder.if_else(builder.and_(adjacent, whole)) as (then, otherwise):
-                with then:
-                    self._copy_rows(source, target)
-                with otherwise:
-                    self._gather_columns(source, left, target)
+            self._gather_columns(source, builder.sub(given["columns"], first), target)
         builder.ret_void()
 
-    def _copy_rows(self, source: Any, target: Any) -> None:
-        """Copy one vector of columns whose elements are neighbours."""
-        builder, given = self.builder, self.given
-
-        def read(offset: Any) -> list[Any]:
-            at = builder.add(source, offset)
-            prefetch(builder, builder.add(at, builder.mul(given["b_term"], integer(_PREFETCHED_TERMS))))
-            loaded = [
-                load(builder, builder.add(at, integer(k * self.vector_bytes)), self.kind)
-                for k in range(self.element.parts)
+    def _copy_vector(self, term: Any, vector: Any) -> None:
+        """Copy one term of one vector of columns that are neighbours."""
+        builder, given, parts = self.builder, self.given, self.element.parts
+        offset = builder.mul(vector, integer(self.vector_bytes * parts))
+        at = builder.add(builder.add(given["b"], builder.mul(term, given["b_term"])), offset)
+        prefetch(builder, builder.add(at, builder.mul(given["b_term"], integer(_PREFETCHED_TERMS))))
+        vectors = [load(builder, builder.add(at, integer(k * self.vector_bytes)), self.kind) for k in range(parts)]
+        if parts == 2:
+            lanes = range(self.lanes)
+            vectors = [
+                gather(builder, vectors, [divmod(2 * lane + part, self.lanes) for lane in lanes]) for part in range(2)
             ]
-            if self.element.parts == 1:
-                return loaded
-            return [
-                gather(builder, loaded, [divmod(2 * lane + part, self.lanes) for lane in range(self.lanes)])
-                for part in range(2)
-            ]
-
-        self._write_terms(integer(0), read, target)
+        target = builder.add(given["target"], builder.mul(vector, integer(self.vector_bytes)))
+        self._store_term(term, vectors, target)
 
     def _gather_columns(self, source: Any, left: Any, target: Any) -> None:
         """Copy one vector of columns that lie anywhere."""
@@ -162,11 +153,12 @@ class _Pack:
                         at = builder.mul(builder.add(term, integer(k)), self.term_bytes)
                         store(builder, vector, builder.add(target, at))
                 builder.store(whole, begin)
-        self._write_terms(builder.load(begin), lanes.at, target)
+        with for_range(builder, given["n_terms"], start=builder.load(begin)) as term:
+            self._store_term(term, lanes.at(builder.mul(term, given["b_term"])), target)
 
-    def _write_terms(self, start: Any, read: Callable[[Any], list[Any]], target: Any) -> None:
-        builder, given = self.builder, self.given
-        with for_range(builder, given["n_terms"], start=start) as term:
-            at = builder.add(target, builder.mul(term, self.term_bytes))
-            for part, vector in enumerate(read(builder.mul(term, given["b_term"]))):
-                store(builder, vector, builder.add(at, builder.mul(integer(part), self.part_bytes)))
+    def _store_term(self, term: Any, vectors: list[Any], target: Any) -> None:
+        """Store one term of one vector of columns: real and imaginary parts lie apart."""
+        builder = self.builder
+        at = builder.add(target, builder.mul(term, self.term_bytes))
+        for part, vector in enumerate(vectors):
+            store(builder, vector, builder.add(at, builder.mul(integer(part), self.part_bytes)))

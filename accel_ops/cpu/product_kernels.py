@@ -6,13 +6,13 @@ the kernel. The bits do not depend on which of the ways here an output is comput
 
 import numba
 
-from accel_ops.cpu.chains import chain_lanes, multiply_blocks, multiply_chains, multiply_chains_by_vector
+from accel_ops.cpu.chains import chain_lanes, multiply_blocks, multiply_matrix, multiply_rows
 from accel_ops.cpu.elements import item_bytes, panel_columns, row_step, tile_columns, tile_lanes
 from accel_ops.cpu.jit import compiled
 from accel_ops.cpu.outputs import ADD, RESUME, STORE, add_row
 from accel_ops.cpu.packing import pack_columns
 from accel_ops.cpu.rounding import enter_default_mode, restore_mode
-from accel_ops.cpu.tile import multiply_tile
+from accel_ops.cpu.tile import long_row_columns, multiply_long_row, multiply_tile
 from accel_ops.orders import PRODUCT_BLOCK
 
 __all__ = ["add_blocks", "multiply", "multiply_pairs", "multiply_rows_by_vector", "multiply_vector", "multiply_vectors"]
@@ -124,18 +124,17 @@ _TERMS_AT_ONCE = 8  # so many rows are read side by side
 @numba.njit(nogil=True)
 def _add_rows(zero, depth, a, a_term, b, b_term, c, width, does):
     """Add a few terms to a row of chains."""
-    for column in range(0, width, tile_columns(zero)):
+    whole = width // long_row_columns(zero) * long_row_columns(zero)
+    multiply_long_row(zero, depth, a, a_term, b, b_term, c, whole, does)
+    for column in range(whole, width, tile_columns(zero)):
         columns = min(tile_columns(zero), width - column)
         at = column * item_bytes(zero)
         multiply_tile(zero, 1, depth, a, 0, a_term, b + at, b_term, c + at, 0, columns, does)
 
 
 @compiled
-def multiply_rows_by_vector(zero, a, a_row, a_term, b, b_term, m, k, c, start, table):
-    """Multiply a (m x k) with the vector b (k) into the contiguous c (m).
-
-    ``table`` has room for `chain_lanes`.
-    """
+def multiply_rows_by_vector(zero, a, a_row, a_term, b, b_term, m, k, c, start):
+    """Multiply a (m x k) with the vector b (k) into the contiguous c (m)."""
     mode = enter_default_mode()
     for row in range(0, m, chain_lanes(zero)):
         rows = min(chain_lanes(zero), m - row)
@@ -143,9 +142,8 @@ def multiply_rows_by_vector(zero, a, a_row, a_term, b, b_term, m, k, c, start, t
         does = start
         for term in range(0, k, PRODUCT_BLOCK):
             depth = min(PRODUCT_BLOCK, k - term)
-            for lane in range(rows):
-                table[lane] = a + (row + lane) * a_row + term * a_term
-            multiply_chains_by_vector(zero, rows, depth, table.ctypes.data, a_term, b + term * b_term, b_term, at, does)
+            x = b + term * b_term
+            multiply_matrix(zero, rows, depth, a + row * a_row + term * a_term, a_row, a_term, x, b_term, at, does)
             does = ADD
     restore_mode(mode)
 
@@ -157,7 +155,7 @@ def multiply_pairs(zero, a_table, b_table, a_term, b_term, k, c):
     for first in range(0, len(a_table), chain_lanes(zero)):
         n_chains = min(chain_lanes(zero), len(a_table) - first)
         a, b = a_table[first:].ctypes.data, b_table[first:].ctypes.data
-        multiply_chains(zero, n_chains, k, a, a_term, b, b_term, c + first * item_bytes(zero), STORE)
+        multiply_rows(zero, n_chains, k, a, 0, a_term, b, b_term, c + first * item_bytes(zero), STORE)
     restore_mode(mode)
 
 
@@ -169,7 +167,7 @@ def multiply_vectors(zero, a, b, n_blocks, c):
     for first in range(0, n_blocks, chain_lanes(zero)):
         n_chains = min(chain_lanes(zero), n_blocks - first)
         at = first * PRODUCT_BLOCK * size
-        multiply_blocks(zero, n_chains, PRODUCT_BLOCK, a + at, size, b + at, size, c + first * size, STORE)
+        multiply_blocks(zero, n_chains, PRODUCT_BLOCK, a + at, 0, size, b + at, size, c + first * size, STORE)
     restore_mode(mode)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from accel_ops import budget
 from accel_ops.cpu import pool
 from accel_ops.cpu.copying import address
+from accel_ops.cpu.emit import CACHE_LINE_BYTES
 from accel_ops.cpu.floating_point import call_in_default_environment
 from accel_ops.cpu.jit import kernel
 from accel_ops.cpu.memory import empty
@@ -29,15 +30,16 @@ Array = np.ndarray[Any, Any]
 # 80 us, in which a core multiplies 2**19 to 2**21 pairs of float64.
 _GRAIN = 1 << 20
 # The same where each operand is used once, and memory decides.
-_GRAIN_BYTES = 1 << 19
+_GRAIN_BYTES = 2 << 20
 # A piece: so much work that packing its columns costs little beside it, and little enough that an interrupt waits
 # for 5 ms at the most. It is halved while there are fewer than _MANY of more than _SHARED_WORK.
-_ROWS, _COLUMNS = 1024, 528
-_MANY, _SHARED_WORK = 4, 1 << 24
+_ROWS, _COLUMNS = 2048, 528
+_LEAST_ROWS, _LEAST_COLUMNS, _ROW_MULTIPLE = 128, 192, 8
+_MANY, _SHARED_WORK = 4, 1 << 26
 _STEP_WORK = 1 << 27
 # Items of a stack are multiplied one after the other in one call if one is no larger.
 _SMALL_WORK = 1 << 18
-_BATCH_WORK = 1 << 22
+_BATCH_WORK = 1 << 24
 _BATCH_ITEMS = 1 << 15  # whose addresses are written down
 # A right operand of this size is read where it lies, in the caches, and not packed.
 _DIRECT_BYTES, _DIRECT_ROWS = 256 << 10, 16
@@ -46,7 +48,7 @@ _RUN_BYTES = 1 << 20  # of the rows of a matrix that is multiplied with a vector
 _KEPT_BYTES = 4 << 20  # of block results that wait to be added
 _FEW_CHAINS = 64
 _HALF_ELEMENTS = 1 << 20  # of each operand that are converted to float32 at once
-_STORE, _ADD = 0, 1
+_STORE, _ADD = 0, 1  # see cpu/outputs.py, which only kernels import
 
 _scratch = threading.local()
 _uncancelled = pool.Call()  # what pieces are given that run on the calling thread alone
@@ -169,29 +171,30 @@ def _item_pieces(product: _Product) -> list[Callable[[pool.Call], None]]:
     cost = 4 if product.zero.dtype.kind == "c" else 1
     n_rows, n_columns = -(-m // _ROWS), -(-n // _COLUMNS)
     while n_rows * n_columns < _MANY and cost * m * n * k > n_rows * n_columns * _SHARED_WORK:
-        if n * n_rows >= m * n_columns and n // n_columns > 2 * _tile_columns(product):
+        # Columns first: rows of the left operand are read where they lie, but each part packs its columns anew.
+        if n // n_columns >= _LEAST_COLUMNS:
             n_columns *= 2
-        elif m // n_rows > _DIRECT_ROWS:
+        elif m // n_rows >= _LEAST_ROWS:
             n_rows *= 2
         else:
             break
     return [
         functools.partial(_multiply_part, product.part((), rows, columns))
-        for rows in _cut(m, n_rows, 8)
-        for columns in _cut(n, n_columns, _tile_columns(product))
+        for rows in _cut(m, n_rows, _ROW_MULTIPLE)
+        for columns in _cut(n, n_columns, _lanes(product.zero.dtype))
     ]
 
 
-def _tile_columns(product: _Product) -> int:
-    """Return the columns of a whole tile of the widest vectors, a multiple of those of narrower ones."""
-    dtype = product.zero.dtype
-    size: int = dtype.itemsize
-    return 256 // size if dtype.kind == "c" else 3 * min(64 // size, 16)
+def _lanes(dtype: np.dtype[Any]) -> int:
+    """Return the lanes of the widest vectors."""
+    part_bytes: int = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+    return min(64 // part_bytes, 16)
 
 
 def _cut(length: int, n_parts: int, multiple: int) -> list[slice]:
     """Cut a length into parts of nearly as many multiples each."""
     n_multiples = -(-length // multiple)
+    n_parts = max(1, n_parts)
     edges = sorted({n_multiples * part // n_parts * multiple for part in range(n_parts)} | {length})
     return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
@@ -240,11 +243,10 @@ def _scratch_address() -> int:
     """Return memory for one panel, the calling thread's own, kept for its next piece."""
     if not hasattr(_scratch, "panel"):
         _scratch.panel = np.empty(_PANEL_BYTES, np.uint8)
-        _scratch.table = np.empty(_MOST_CHAINS, np.int64)
-    return address(_scratch.panel)
+    return -(-address(_scratch.panel) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
 
-_PANEL_BYTES = PRODUCT_BLOCK * (_COLUMNS + 48) * 16
+_PANEL_BYTES = PRODUCT_BLOCK * (_COLUMNS + 16) * 16 + CACHE_LINE_BYTES
 _MOST_CHAINS = 64
 
 
@@ -282,7 +284,6 @@ def _multiply_by_rows(product: _Product, call: pool.Call) -> None:
 
 def _multiply_by_columns(product: _Product, call: pool.Call) -> None:
     a, b, c, _ = product
-    _scratch_address()
     multiply = product.kernel("multiply_rows_by_vector")
     step = max(1, _STEP_WORK // (8 * b.shape[1] * PRODUCT_BLOCK)) * PRODUCT_BLOCK
     start = _STORE
@@ -290,7 +291,7 @@ def _multiply_by_columns(product: _Product, call: pool.Call) -> None:
         if call.cancelled:
             return
         x, rows = a[:, term : term + step], b[term : term + step].T
-        multiply(address(rows), *rows.strides, address(x), x.strides[1], *rows.shape, address(c), start, _scratch.table)
+        multiply(address(rows), *rows.strides, address(x), x.strides[1], *rows.shape, address(c), start)
         start = _ADD
 
 
@@ -348,17 +349,17 @@ def _multiply_small(product: _Product) -> None:
     a, b, c, zero = product
     m, n, k = product.sizes
     n_items = math.prod(c.shape[:-2])
-    step = max(1, min(_BATCH_WORK // (m * n * k), _BATCH_ITEMS))
     multiply = kernel("product_kernels", "multiply", zero.dtype)
     sizes = (m, n, k, *a.strides[-2:], *b.strides[-2:], c.strides[-2], 0, _STORE, _packs(m, b))
     for first in range(0, n_items, _BATCH_ITEMS):
         tables = [_addresses(x, slice(first, first + _BATCH_ITEMS)) for x in (a, b, c)]
-        begins = range(0, len(tables[0]), step)
+        work = len(tables[0]) * m * n * k
+        parts = _cut(len(tables[0]), max(min(_MANY, work // _GRAIN), work // _BATCH_WORK), 1)
 
-        def multiply_some(begin: int, _call: pool.Call, *, tables: list[Array] = tables) -> None:
-            multiply(zero, *(table[begin : begin + step] for table in tables), *sizes, _scratch_address())
+        def multiply_some(part: slice, _call: pool.Call, *, tables: list[Array] = tables) -> None:
+            multiply(zero, *(table[part] for table in tables), *sizes, _scratch_address())
 
-        _run_all([functools.partial(multiply_some, begin) for begin in begins], len(tables[0]) * m * n * k)
+        _run_all([functools.partial(multiply_some, part) for part in parts], work)
 
 
 def _addresses(array: Array, items: slice) -> Array:

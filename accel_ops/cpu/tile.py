@@ -13,10 +13,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from accel_ops.cpu.elements import Element, TileShape, element_of, tile_shape
-from accel_ops.cpu.emit import broadcast, integer, load, load_masked, prefetch, vector_type
+from accel_ops.cpu.emit import broadcast, for_range, integer, load, load_masked, prefetch, vector_type
 from accel_ops.cpu.outputs import RESUME, Outputs
 
-__all__ = ["multiply_tile", "prefer_whole_vectors"]
+__all__ = ["long_row_columns", "multiply_long_row", "multiply_tile", "prefer_whole_vectors"]
+
+_LONG_ROW_VECTORS = 8  # independent chains, as many as the multiply-add units of a core need
 
 _ARGUMENTS = ("n_terms", "a", "a_row", "a_term", "b", "b_term", "c", "c_row", "columns", "start")
 
@@ -51,17 +53,19 @@ def multiply_tile(
         n_columns = rest[_ARGUMENTS.index("columns")]
         n_vectors = builder.sdiv(builder.add(n_columns, integer(shape.lanes - 1)), integer(shape.lanes))
         is_whole = builder.and_(
-            builder.icmp_signed("==", n_columns, integer(shape.columns)),
+            builder.icmp_signed("==", builder.mul(n_vectors, integer(shape.lanes)), n_columns),
             builder.icmp_signed("==", n_rows, integer(shape.rows)),
         )
-        number = builder.add(builder.mul(n_rows, integer(8)), n_vectors)
-        number = builder.select(is_whole, integer(0), number)
+        number = builder.add(builder.select(is_whole, integer(0), builder.mul(n_rows, integer(8))), n_vectors)
         after = builder.append_basic_block("after")
         impossible = builder.append_basic_block("impossible")
         choice = builder.switch(number, impossible)
-        variants = {0: _tile_function(builder.module, element, shape, shape.rows, shape.vectors, masked=False)}
-        for height, width in itertools.product(shape.row_counts, range(1, shape.vectors + 1)):
-            variants[height * 8 + width] = _tile_function(builder.module, element, shape, height, width, masked=True)
+        variants = {}
+        for width in range(1, shape.vectors + 1):
+            variants[width] = _tile_function(builder.module, element, shape, shape.rows, width, masked=False)
+            for height in shape.row_counts:
+                masked = _tile_function(builder.module, element, shape, height, width, masked=True)
+                variants[height * 8 + width] = masked
         for value, function in variants.items():
             block = builder.append_basic_block("variant")
             choice.add_case(integer(value), block)
@@ -73,6 +77,42 @@ def multiply_tile(
         builder.position_at_end(after)
 
     return types.void(zero, *numbers), write
+
+
+@intrinsic
+def multiply_long_row(
+    _context: Any,
+    zero: Any,
+    n_terms: Any,
+    a: Any,
+    a_term: Any,
+    b: Any,
+    b_term: Any,
+    c: Any,
+    columns: Any,
+    start: Any,
+) -> Any:
+    """Multiply a row with ``columns`` of b, a multiple of `long_row_columns`, into the row c. Not for complex."""
+    numbers = (n_terms, a, a_term, b, b_term, c, columns, start)
+    element = element_of(zero)
+    shape = tile_shape(element)
+    step_bytes = _LONG_ROW_VECTORS * shape.lanes * element.n_bytes
+
+    def write(_target: Any, builder: Any, _signature: Any, arguments: Any) -> None:
+        _, n_terms, a, a_term, b, b_term, c, columns, start = arguments
+        function = _tile_function(builder.module, element, shape, 1, _LONG_ROW_VECTORS, masked=False)
+        with for_range(builder, builder.mul(columns, integer(element.n_bytes)), step_bytes) as at:
+            places = (builder.add(b, at), b_term, builder.add(c, at))
+            builder.call(function, [n_terms, a, integer(0), a_term, *places, integer(0), integer(0), start])
+
+    return types.void(zero, *numbers), write
+
+
+@intrinsic
+def long_row_columns(_context: Any, zero: Any) -> Any:
+    """Return how many columns of a long row are multiplied at once."""
+    columns = _LONG_ROW_VECTORS * tile_shape(element_of(zero)).lanes
+    return types.int64(zero), lambda _target, _builder, _signature, _arguments: integer(columns)
 
 
 def prefer_whole_vectors(function: Any) -> None:
@@ -101,10 +141,11 @@ class _Tile:
         self, function: Any, element: Element, shape: TileShape, rows: int, vectors: int, *, masked: bool
     ) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        self.element, self.lanes, self.rows, self.vectors = element, shape.lanes, rows, vectors
+        self.element, self.shape, self.lanes, self.rows, self.vectors = element, shape, shape.lanes, rows, vectors
         self.kind = vector_type(element.scalar, shape.lanes)
         self.given = dict(zip(_ARGUMENTS, function.args, strict=True))
         self.masked = masked
+        self.resumes = element.parts == 1 and (masked or rows == 1)  # whole tiles never need to
         self.chains = 4 if element.parts == 2 else 1  # of each output
         columns = self.given["columns"] if masked else None
         self.outputs = Outputs(self.builder, element, shape.lanes, vectors, columns)
@@ -114,7 +155,7 @@ class _Tile:
         before = builder.block
         loop, done = builder.append_basic_block("terms"), builder.append_basic_block("done")
         c_rows = [builder.add(given["c"], builder.mul(given["c_row"], integer(row))) for row in range(self.rows)]
-        if not self.masked:
+        if not self.masked and self.rows * self.vectors == self.shape.rows * self.shape.vectors:
             self._prefetch(c_rows)
         a_rows = [builder.mul(given["a_row"], integer(row)) for row in range(self.rows)]
         begin = self._begin(c_rows)
@@ -159,7 +200,7 @@ class _Tile:
     def _begin(self, c_rows: list[Any]) -> list[Any]:
         """Return what the chains begin with."""
         zeros = [self.element.zeros(self.lanes)] * (self.rows * self.vectors * self.chains)
-        if self.element.parts == 2 or not self.masked:
+        if not self.resumes:
             return zeros
         builder = self.builder
         before = builder.block
