@@ -442,7 +442,7 @@ def _contracted(a: Array, b: Array, axes: tuple[tuple[int, ...], tuple[int, ...]
     right = b.transpose((*over_b, *kept_b)).reshape(n_terms, n)
     if out is None:
         result = _multiply(left, right, (), None, None, "same_kind", name, (a, b)).reshape(shape)
-        return result if shape else result[()]
+        return result if shape or name == "tensordot" else result[()]  # NumPy's tensordot alone gives 0-d arrays
     dtype = np.result_type(a, b)
     if not isinstance(out, np.ndarray) or out.shape != tuple(shape) or out.dtype != dtype or not out.flags.c_contiguous:
         msg = (
@@ -468,7 +468,7 @@ def _multiply(
     check_casting(casting)
     wanted = given[0].dtype
     if dtype is not None or wanted != given[1].dtype or not wanted.isnative:
-        wanted = np.result_type(*given) if dtype is None else np.dtype(dtype)
+        wanted = np.result_type(*given) if dtype is None else np.result_type(np.dtype(dtype))  # in native byte order
         check_casts(given, wanted, casting)
     if not _has_kernel(wanted):
         msg = (
@@ -536,8 +536,7 @@ def _target(out: Any, dropped: tuple[int, ...], name: str) -> Array:
 
 @functools.cache
 def _has_kernel(dtype: np.dtype[Any]) -> bool:
-    is_float = dtype.kind in "fc" and dtype.itemsize <= (8 if dtype.kind == "f" else 16)
-    return is_float or dtype.kind in "biu" or dtype.name == "bfloat16"
+    return dtype.char in "?bBhHiIlLqQefdFD" or dtype.name == "bfloat16"
 
 
 def _operand(array: Array, dtype: np.dtype[Any], stack: tuple[int, ...]) -> Array:

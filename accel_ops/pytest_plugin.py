@@ -3,7 +3,7 @@
 The digests of ``test_solver.py`` lie in ``test_solver.golden.json``. Each is kept with the version of the order of
 operations (`accel_ops.orders.ORDER_VERSION`) that made it, because that is what a change of bits must be held against.
 
-pytest loads this module wherever accel_ops is installed, so it imports what it needs at the first check.
+It is loaded where a conftest.py names it, ``pytest_plugins = ["accel_ops.pytest_plugin"]``, and nowhere else.
 """
 
 from __future__ import annotations

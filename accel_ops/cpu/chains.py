@@ -112,8 +112,8 @@ class _Chains:
         outputs.finish([given["c"]], [builder.load(total) for total in totals], given["start"])
 
     def _add(self, a: Any, b: Any, total: Any) -> None:
-        builder = self.builder
-        builder.store(self.element.multiply_add(builder, a, b, builder.load(total)), total)
+        builder, element = self.builder, self.element
+        builder.store(element.multiply_add(builder, element.as_left(builder, a), b, builder.load(total)), total)
 
     def _add_whole_lines(self, total: Any, begin: Any) -> None:
         """Add the terms that fill cache lines, where terms are neighbours.

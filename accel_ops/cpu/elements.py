@@ -55,6 +55,18 @@ class Element(NamedTuple):
             return builder.or_(builder.and_(first, second), total)
         return builder.add(builder.mul(first, second), total)
 
+    def as_left(self, builder: Any, value: Any) -> Any:
+        """Return a left operand as it is multiplied: a truth value, any byte but 0, selects all bits of the right."""
+        if self.arithmetic != "boolean":
+            return value
+        return builder.sext(builder.icmp_unsigned("!=", value, value.type(None)), value.type)
+
+    def as_result(self, builder: Any, total: Any) -> Any:
+        """Return a total as it is stored: 0 or 1 for a truth value."""
+        if self.arithmetic != "boolean":
+            return total
+        return builder.zext(builder.icmp_unsigned("!=", total, total.type(None)), total.type)
+
     def add(self, builder: Any, first: Any, second: Any) -> Any:
         """Return first + second of vectors."""
         if self.arithmetic == "float":

@@ -97,7 +97,7 @@ class Outputs:
     def _joined(self, chains: list[Any]) -> list[Any]:
         """Return the results of one vector of outputs as they lie in memory."""
         if len(chains) == 1:
-            return chains
+            return [self._element.as_result(self._builder, chains[0])]
         builder, n = self._builder, self._lanes
         real = builder.fsub(chains[0], chains[1])
         imaginary = builder.fadd(chains[2], chains[3])

@@ -172,11 +172,10 @@ def multiply_vectors(zero, a, b, n_blocks, c):
 
 
 @compiled
-def add_blocks(zero, blocks, n_blocks, block_bytes, c, n, start):
-    """Add the results of blocks, n contiguous ones each, to c in ascending order."""
+def add_blocks(zero, blocks, n_blocks, block_bytes, c, n):
+    """Add the results of blocks, n contiguous ones each, in ascending order into c."""
     mode = enter_default_mode()
-    does = start
-    for block in range(n_blocks):
-        add_row(zero, blocks + block * block_bytes, c, n, does)
-        does = ADD
+    add_row(zero, blocks, c, n, STORE)
+    for block in range(1, n_blocks):
+        add_row(zero, blocks + block * block_bytes, c, n, ADD)
     restore_mode(mode)

@@ -239,7 +239,8 @@ class _Tile:
         """Return the parts of one number of the left operand, each in all lanes."""
         builder, element = self.builder, self.element
         places = [builder.add(address, integer(part * element.part_bytes)) for part in range(element.parts)]
-        return [broadcast(builder, load(builder, place, element.scalar), self.lanes) for place in places]
+        numbers = [element.as_left(builder, load(builder, place, element.scalar)) for place in places]
+        return [broadcast(builder, number, self.lanes) for number in numbers]
 
     def _load_b(self, address: Any, vector: int) -> Any:
         if self.masked and self.element.parts == 1 and vector == self.vectors - 1:
