@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["dot", "inner", "matmul", "matvec", "outer", "tensordot", "vecdot", "vecmat"]
 
+# An index that adds the axes which vectors lack.
+_WITH_AXES: dict[tuple[int, ...], Any] = {
+    (): (),
+    (-1,): (..., np.newaxis),
+    (-2,): (..., np.newaxis, slice(None)),
+    (-2, -1): (..., np.newaxis, np.newaxis),
+}
 _Axes = int | tuple[Sequence[int] | int, Sequence[int] | int]
 
 
@@ -530,7 +537,10 @@ def _target(out: Any, dropped: tuple[int, ...], name: str) -> Array:
     if not out.flags.writeable:
         msg = f"`out` of {name} must be writable, got a read-only array; pass a copy or set its writeable flag"
         raise ValueError(msg)
-    target: Array = np.expand_dims(out.view(np.ndarray), dropped)
+    if out.ndim + len(dropped) < 2:
+        msg = f"`out` of {name} must have the shape of the result, got {out.shape}; allocate it so"
+        raise ShapeMismatchError(msg)
+    target: Array = out.view(np.ndarray)[_WITH_AXES[dropped]]
     return target
 
 
