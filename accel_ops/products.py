@@ -450,11 +450,12 @@ def _contracted(a: Array, b: Array, axes: tuple[tuple[int, ...], tuple[int, ...]
     if out is None:
         result = _multiply(left, right, (), None, None, "same_kind", name, (a, b)).reshape(shape)
         return result if shape or name == "tensordot" else result[()]  # NumPy's tensordot alone gives 0-d arrays
+    _target(out, (), name)
     dtype = np.result_type(a, b)
-    if not isinstance(out, np.ndarray) or out.shape != tuple(shape) or out.dtype != dtype or not out.flags.c_contiguous:
+    if out.shape != tuple(shape) or out.dtype != dtype or not out.flags.c_contiguous:
         msg = (
-            f"`out` of {name} must be a C-ordered ndarray of the result's shape {tuple(shape)} and dtype {dtype}, got "
-            f"{getattr(out, 'shape', out)!r} of {getattr(out, 'dtype', type(out))}; allocate it so, or leave it out"
+            f"`out` of {name} must be C-ordered, of the result's shape {tuple(shape)} and dtype {dtype}, got {out.shape} "
+            f"of {out.dtype}; allocate it so, or leave it out"
         )
         raise ValueError(msg)
     _multiply(left, right, (), out.reshape(m, n), None, "same_kind", name, (a, b))
@@ -537,7 +538,7 @@ def _target(out: Any, dropped: tuple[int, ...], name: str) -> Array:
     if not out.flags.writeable:
         msg = f"`out` of {name} must be writable, got a read-only array; pass a copy or set its writeable flag"
         raise ValueError(msg)
-    if out.ndim + len(dropped) < 2:
+    if dropped and out.ndim + len(dropped) < 2:
         msg = f"`out` of {name} must have the shape of the result, got {out.shape}; allocate it so"
         raise ShapeMismatchError(msg)
     target: Array = out.view(np.ndarray)[_WITH_AXES[dropped]]
