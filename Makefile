@@ -48,4 +48,4 @@ $(STAMP)-%: $(STAMP)-base pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .kernel_cache .mypy_cache .pytest_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .benchmarks

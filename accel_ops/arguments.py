@@ -150,7 +150,7 @@ def as_array(value: Any, name: str) -> Array:
     if getattr(kind, "__array_function__", None) is not _NUMPYS or isinstance(array, np.ma.MaskedArray):
         msg = (
             f"{name} takes plain arrays, got {kind.__module__}.{kind.__qualname__}, whose mask, unit or the like would "
-            f"be lost; pass numpy.asarray(array) to join the bare values, or use the function that its library has"
+            f"be lost; pass numpy.asarray(array) for the bare values, or use the function that its library has"
         )
         raise UnsupportedArrayError(msg)
     result: Array = array

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ops import dispatch
-from accel_ops.arguments import as_array, as_subclass, check_casting, check_casts, may_overlap, may_overlap_itself
+from accel_ops.arguments import (
+    as_array,
+    as_subclass,
+    check_casting,
+    check_casts,
+    may_overlap,
+    may_overlap_itself,
+    normalize_axis,
+)
+from accel_ops.cpu.floating_point import call_in_default_environment
 from accel_ops.dispatch import Array
 from accel_ops.errors import ShapeMismatchError, UnsupportedDTypeError
 
@@ -56,7 +65,8 @@ def matmul(
     Returns
     -------
     ndarray or scalar
-        Shape (..., m, n) without the axis of an operand that is a vector; a scalar for two vectors.
+        Shape (..., m, n) without the axis of an operand that is a vector; a scalar for two vectors. Of ``dtype``, or
+        of what NumPy promotes the operands to; or ``out``.
 
     Raises
     ------
@@ -68,7 +78,9 @@ def matmul(
     UnsupportedArrayError
         An operand is a masked array or the like. It is a TypeError.
     TypeError
-        A cast that ``casting`` does not allow.
+        A cast that ``casting`` does not allow, or an ``out`` that is no ndarray.
+    ValueError
+        ``out`` is read-only, or ``casting`` is no rule for casts.
     MemoryError
         The operating system refused the memory.
 
@@ -132,7 +144,7 @@ def matvec(
 
     Raises
     ------
-    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, MemoryError
+    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, ValueError, MemoryError
         As `matmul` does.
 
     Notes
@@ -179,7 +191,7 @@ def vecmat(
 
     Raises
     ------
-    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, MemoryError
+    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, ValueError, MemoryError
         As `matmul` does.
 
     Notes
@@ -228,7 +240,7 @@ def vecdot(
 
     Raises
     ------
-    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, MemoryError
+    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, ValueError, MemoryError
         As `matmul` does.
     numpy.exceptions.AxisError
         The axis is out of range.
@@ -246,7 +258,8 @@ def vecdot(
     """
     a, b = _operands(x1, x2, "vecdot")
     _check_dimensions((a, 1), (b, 1), "vecdot")
-    left, right = np.moveaxis(_conjugated(a), axis, -1), np.moveaxis(b, axis, -1)
+    left = np.moveaxis(_conjugated(a), normalize_axis(axis, a.ndim, "vecdot"), -1)
+    right = np.moveaxis(b, normalize_axis(axis, b.ndim, "vecdot"), -1)
     return _multiply(left[..., np.newaxis, :], right[..., np.newaxis], (-2, -1), out, dtype, casting, "vecdot", (a, b))
 
 
@@ -258,7 +271,7 @@ def dot(a: ArrayLike, b: ArrayLike, out: Array | None = None) -> Any:
     a, b : array_like
         A 0-d operand multiplies every element of the other.
     out : ndarray, optional
-        Where the result goes.
+        Where the result goes: C-ordered and of the result's very dtype, as NumPy wants it here.
 
     Returns
     -------
@@ -267,7 +280,7 @@ def dot(a: ArrayLike, b: ArrayLike, out: Array | None = None) -> Any:
 
     Raises
     ------
-    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, MemoryError
+    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, ValueError, MemoryError
         As `matmul` does.
 
     Notes
@@ -303,7 +316,7 @@ def inner(a: ArrayLike, b: ArrayLike, /) -> Any:
 
     Raises
     ------
-    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, MemoryError
+    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, ValueError, MemoryError
         As `matmul` does.
 
     Notes
@@ -340,7 +353,7 @@ def outer(a: ArrayLike, b: ArrayLike, out: Array | None = None) -> Any:
 
     Raises
     ------
-    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, MemoryError
+    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, ValueError, MemoryError
         As `matmul` does.
 
     Notes
@@ -356,7 +369,7 @@ def outer(a: ArrayLike, b: ArrayLike, out: Array | None = None) -> Any:
     array([[3., 4.],
            [6., 8.]])
     """
-    left, right = _operands(a, b, "outer")
+    left, right = (operand.view(np.ndarray) for operand in _operands(a, b, "outer"))
     return _multiply(left.reshape(-1, 1), right.reshape(1, -1), (), out, None, "same_kind", "outer", (left, right))
 
 
@@ -378,7 +391,7 @@ def tensordot(a: ArrayLike, b: ArrayLike, axes: _Axes = 2) -> Any:
 
     Raises
     ------
-    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, MemoryError
+    ShapeMismatchError, UnsupportedDTypeError, UnsupportedArrayError, TypeError, ValueError, MemoryError
         As `matmul` does.
     numpy.exceptions.AxisError
         An axis is out of range.
@@ -404,7 +417,11 @@ def tensordot(a: ArrayLike, b: ArrayLike, axes: _Axes = 2) -> Any:
             raise ShapeMismatchError(msg)
         pairs = (tuple(range(left.ndim - axes, left.ndim)), tuple(range(axes)))
     else:
-        first, second = axes
+        try:
+            first, second = axes
+        except (TypeError, ValueError) as exc:
+            msg = f"`axes` of tensordot must be an int or two lists of axes, got {axes!r}; pass one of those"
+            raise type(exc)(msg) from None
         pairs = (
             np.lib.array_utils.normalize_axis_tuple(first, left.ndim, "axes"),
             np.lib.array_utils.normalize_axis_tuple(second, right.ndim, "axes"),
@@ -445,17 +462,19 @@ def _contracted(a: Array, b: Array, axes: tuple[tuple[int, ...], tuple[int, ...]
     n_terms = math.prod(lengths)
     shape = [a.shape[axis] for axis in kept_a] + [b.shape[axis] for axis in kept_b]
     m, n = math.prod(shape[: len(kept_a)]), math.prod(shape[len(kept_a) :])
-    left = a.transpose((*kept_a, *over_a)).reshape(m, n_terms)
-    right = b.transpose((*over_b, *kept_b)).reshape(n_terms, n)
+    left = a.view(np.ndarray).transpose((*kept_a, *over_a)).reshape(m, n_terms)
+    right = b.view(np.ndarray).transpose((*over_b, *kept_b)).reshape(n_terms, n)
     if out is None:
-        result = _multiply(left, right, (), None, None, "same_kind", name, (a, b)).reshape(shape)
+        result = _multiply(left, right, (), None, None, "same_kind", name, (left, right)).reshape(shape)
+        if name != "tensordot" and shape:  # NumPy's tensordot makes plain arrays, the others numpy.matrix
+            result = as_subclass(result, (a, b))
         return result if shape or name == "tensordot" else result[()]  # NumPy's tensordot alone gives 0-d arrays
     _target(out, (), name)
     dtype = np.result_type(a, b)
     if out.shape != tuple(shape) or out.dtype != dtype or not out.flags.c_contiguous:
         msg = (
-            f"`out` of {name} must be C-ordered, of the result's shape {tuple(shape)} and dtype {dtype}, got {out.shape} "
-            f"of {out.dtype}; allocate it so, or leave it out"
+            f"`out` of {name} must be C-ordered, of the result's shape {tuple(shape)} and dtype {dtype}, got "
+            f"{out.shape} of {out.dtype}; allocate it so, or leave it out"
         )
         raise ValueError(msg)
     _multiply(left, right, (), out.reshape(m, n), None, "same_kind", name, (a, b))
@@ -523,7 +542,7 @@ def _multiply(
     backend.matmul(left, right, result)
     if target is not None:
         if not is_direct:
-            np.copyto(target, result, casting=casting)
+            _convert(target, result, casting)
         return out
     if dropped:
         result = result.reshape([length for axis, length in enumerate(shape, -len(shape)) if axis not in dropped])
@@ -552,5 +571,14 @@ def _has_kernel(dtype: np.dtype[Any]) -> bool:
 
 def _operand(array: Array, dtype: np.dtype[Any], stack: tuple[int, ...]) -> Array:
     """Return an operand as it is multiplied: in its dtype, in native byte order, with the whole stack's dimensions."""
-    operand = np.asarray(array, dtype).view(np.ndarray)
+    operand = array.view(np.ndarray)
+    if operand.dtype != dtype:  # another byte order too
+        operand = np.empty(array.shape, dtype)
+        _convert(operand, array.view(np.ndarray), "unsafe")  # what may be cast has been checked
     return operand if operand.shape[:-2] == stack else np.broadcast_to(operand, (*stack, *operand.shape[-2:]))
+
+
+def _convert(target: Array, values: Array, casting: Any) -> None:
+    """Copy into another dtype, to nearest whatever the caller's mode, and without a report of errors."""
+    with np.errstate(all="ignore"):
+        call_in_default_environment(functools.partial(np.copyto, target, values, casting=casting))

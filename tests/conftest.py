@@ -1,29 +1,11 @@
 """State that every test finds, and must leave, as it is in a fresh process."""
 
-import hashlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from accel_ops import budget, limits
-
-_ROOT = Path(__file__).parents[1]
-
-
-def _kernel_cache() -> Path:
-    """Return a folder for compiled kernels that is named after all that they are made of.
-
-    Numba looks at the file of the kernel alone, and would take kernels made of an older tile.
-    """
-    sources = hashlib.sha256()
-    for source in sorted((_ROOT / "accel_ops").rglob("*.py")):
-        sources.update(source.read_bytes())
-    return _ROOT / ".kernel_cache" / sources.hexdigest()[:16]
-
-
-os.environ.setdefault("NUMBA_CACHE_DIR", str(_kernel_cache()))  # Numba reads it when it is imported
 
 
 def _reset() -> None:

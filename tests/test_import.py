@@ -1,7 +1,12 @@
 """Importing costs nothing and changes nothing."""
 
+import ast
+from pathlib import Path
+
 import pytest
 from child_processes import run_child
+
+from accel_ops import orders
 
 pytestmark = pytest.mark.process
 
@@ -124,3 +129,10 @@ def test_small_joins_load_no_compiler(n_items):
         print("done")
     """
     assert run_child(source, deadline_s=20, arguments=[str(n_items)]) == "done\n"
+
+
+def test_the_orders_know_nothing_of_threads():
+    """What defines the bits cannot import the pool, nor anything else."""
+    source = Path(orders.__file__).read_text()
+    imported = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert imported == []

@@ -117,6 +117,23 @@ _OBEYING_MODES = """
 """
 
 
+def test_a_change_of_what_kernels_are_made_of_compiles_afresh(tmp_path):
+    """Numba's cache looks at the file of a kernel alone, which need not be the one that an upgrade changes."""
+    package = Path(ops.__file__).parent
+    shutil.copytree(package, tmp_path / "accel_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    source = """
+        from accel_ops.cpu import product_kernels
+        print(product_kernels.__file__, product_kernels.multiply.py_func.__qualname__)
+    """
+    env = {"PYTHONPATH": str(tmp_path)}
+    file, before = run_child(source, deadline_s=30, env=env).split()
+    assert Path(file).is_relative_to(tmp_path)
+    assert run_child(source, deadline_s=30, env=env).split() == [file, before]
+    with (tmp_path / "accel_ops" / "cpu" / "tile.py").open("a") as tile:
+        tile.write("# changed\n")
+    assert run_child(source, deadline_s=30, env=env).split() != [file, before]
+
+
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("home", ["missing", "read-only"])
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, filled_cache, filled, home):

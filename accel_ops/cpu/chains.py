@@ -19,7 +19,7 @@ from accel_ops.cpu.packing import Lanes
 from accel_ops.cpu.tile import prefer_whole_vectors
 from accel_ops.orders import PRODUCT_BLOCK
 
-__all__ = ["chain_lanes", "multiply_blocks", "multiply_matrix", "multiply_rows"]
+__all__ = ["multiply_blocks", "multiply_matrix", "multiply_rows"]
 
 _ARGUMENTS = ("n_chains", "n_terms", "a", "a_row", "a_term", "b", "b_term", "c", "start")
 _BLOCKS_AHEAD = 2  # times the lanes; from there on it gains nothing
@@ -52,19 +52,12 @@ def _define(operands: str) -> Any:
     return multiply
 
 
-# Multiply up to `chain_lanes` rows term by term with as many others, into the contiguous outputs at ``c``. The
+# Multiply up to `tile_lanes` rows term by term with as many others, into the contiguous outputs at ``c``. The
 # addresses of the rows are in tables at ``a`` and ``b``; or so many rows of the matrix at ``a`` are multiplied with
 # the vector at ``b``; or ``a`` and ``b`` are two vectors, the rows being their consecutive blocks.
 multiply_rows = _define("rows")
 multiply_matrix = _define("matrix")
 multiply_blocks = _define("blocks")
-
-
-@intrinsic
-def chain_lanes(_context: Any, zero: Any) -> Any:
-    """Return how many chains are multiplied side by side."""
-    lanes = tile_shape(element_of(zero)).lanes
-    return types.int64(zero), lambda _target, _builder, _signature, _arguments: integer(lanes)
 
 
 def _chains_function(module: Any, element: Element, operands: str) -> Any:

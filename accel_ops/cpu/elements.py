@@ -14,6 +14,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from accel_ops.cpu.emit import fused_multiply_add, integer, splat
+from accel_ops.cpu.product_pieces import PANEL_COLUMNS
 
 __all__ = [
     "Element",
@@ -25,12 +26,8 @@ __all__ = [
     "tile_columns",
     "tile_lanes",
     "tile_shape",
-    "whole_panel",
 ]
 
-# Columns of the right operand that are packed at once: with 256 terms each of at most 16 bytes they fit a
-# second-level cache of 1 MiB, and a worker's memory. 264 is a multiple of the columns of every tile of float64.
-_PANEL_COLUMNS = 528
 _MOST_LANES = 16
 
 
@@ -146,12 +143,12 @@ def _constant(compute: Any) -> Any:
 item_bytes = _constant(lambda element: element.n_bytes)
 tile_columns = _constant(lambda element: tile_shape(element).columns)
 tile_lanes = _constant(lambda element: tile_shape(element).lanes)
-panel_columns = _constant(lambda element: whole_panel(tile_shape(element)))
+panel_columns = _constant(lambda element: _whole_tiles(tile_shape(element).columns))
 
 
-def whole_panel(shape: TileShape) -> int:
-    """Return how many columns of the right operand are packed at once: whole tiles."""
-    return max(1, _PANEL_COLUMNS // shape.columns) * shape.columns
+def _whole_tiles(columns: int) -> int:
+    """Return how many columns of the right operand are packed at once."""
+    return max(1, PANEL_COLUMNS // columns) * columns
 
 
 @intrinsic

@@ -25,10 +25,10 @@ def multiply_halves(product: Product, multiply: Callable[[Product], None]) -> No
     if m * n * k <= SMALL_WORK:
         _multiply_stack(product, multiply)
         return
-    for index in np.ndindex(product.c.shape[:-2]):
-        item = product.item(index)
-        parts = [(rows, columns) for rows in cut(m, -(-m // _ROWS), 8) for columns in cut(n, -(-n // _COLUMNS), 8)]
-        run([functools.partial(_multiply_part, item.part(*part)) for part in parts], m * n * k)
+    items = [product.item(index) for index in np.ndindex(product.c.shape[:-2])]
+    parts = [(rows, columns) for rows in cut(m, -(-m // _ROWS), 8) for columns in cut(n, -(-n // _COLUMNS), 8)]
+    pieces = [functools.partial(_multiply_part, item.part(*part)) for item in items for part in parts]
+    run(pieces, len(items) * m * n * k)
 
 
 def _multiply_stack(product: Product, multiply: Callable[[Product], None]) -> None:

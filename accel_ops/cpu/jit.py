@@ -7,10 +7,12 @@ exception in the middle would leave locks taken; the right to compile, which a f
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import pickle
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +85,20 @@ def compiled(function: Callable[..., Any]) -> Any:
     """Decorate a kernel: to be compiled by Numba, without the GIL, and kept on disk where that can be done."""
     import numba
 
+    # Numba's cache looks at the kernel's own file, and would give back a kernel that was made of an older tile. It
+    # goes by this name too.
+    function.__qualname__ = f"{function.__qualname__}_{_digest_of_sources()}"
     dispatcher = numba.njit(nogil=True)(function)
     with contextlib.suppress(RuntimeError):  # no folder that can be written: it is compiled in each process
         dispatcher.enable_caching()
     return dispatcher
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    """Return a digest of all that kernels may be made of."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for source in (package / "orders.py", *sorted((package / "cpu").glob("*.py"))):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]

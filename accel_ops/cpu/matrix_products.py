@@ -15,6 +15,7 @@ from accel_ops.cpu.product_pieces import (
     ADD,
     GRAIN,
     MANY,
+    PANEL_COLUMNS,
     STEP_WORK,
     STORE,
     Array,
@@ -30,10 +31,10 @@ from accel_ops.orders import PRODUCT_BLOCK
 __all__ = ["SMALL_WORK", "call_multiply", "multiply_parts", "multiply_small", "multiply_split", "parts", "scratch"]
 
 # A part of the output: so large that packing its columns costs little beside it. It is halved while there are fewer
-# than MANY of more than _SHARED_WORK multiplications.
-_ROWS, _COLUMNS = 2048, 528
+# than MANY of more than _SHARED_WORK multiplications. Two parts cost a single thread nothing, from n = 200 on; more do.
+_ROWS, _COLUMNS = 1024, PANEL_COLUMNS
 _LEAST_ROWS, _LEAST_COLUMNS, _ROW_MULTIPLE = 128, 192, 8
-_SHARED_WORK = 1 << 26
+_SHARED_WORK, _TWO_PARTS_WORK = 1 << 26, 1 << 23
 # Matrices of a stack are multiplied one after the other in one call if one product is no larger.
 SMALL_WORK = 1 << 18
 _BATCH_WORK = 1 << 24
@@ -42,7 +43,7 @@ _BATCH_ITEMS = 1 << 15  # whose addresses are written down
 _DIRECT_BYTES, _DIRECT_ROWS = 256 << 10, 16
 _LONG_TERMS = 16 * PRODUCT_BLOCK  # so many can be cut into runs of blocks
 _KEPT_BYTES = 4 << 20  # of block results that wait to be added
-_PANEL_BYTES = PRODUCT_BLOCK * (_COLUMNS + 16) * 16 + CACHE_LINE_BYTES
+_PANEL_BYTES = PRODUCT_BLOCK * (PANEL_COLUMNS + 16) * 16 + CACHE_LINE_BYTES  # the last vector may be partial
 
 _memory = threading.local()
 
@@ -61,9 +62,11 @@ def multiply_parts(product: Product) -> None:
 def parts(product: Product) -> list[Piece]:
     """Cut the output of one pair into parts."""
     m, n, k = product.sizes
-    cost = 4 if product.zero.dtype.kind == "c" else 1
-    n_rows, n_columns = -(-m // _ROWS), -(-n // _COLUMNS)
-    while n_rows * n_columns < MANY and cost * m * n * k > n_rows * n_columns * _SHARED_WORK:
+    cost = _cost(product.zero.dtype)
+    n_rows, n_columns = -(-m * cost // (2 * _ROWS)) if cost > 1 else -(-m // _ROWS), -(-n // _COLUMNS)
+    work = cost * m * n * k
+    wanted = max(min(MANY, work // _SHARED_WORK), 2 if work >= _TWO_PARTS_WORK else 1)
+    while n_rows * n_columns < wanted:
         # Columns first: rows of the left operand are read where they lie, but each part packs its columns anew.
         if n // n_columns >= _LEAST_COLUMNS:
             n_columns *= 2
@@ -78,6 +81,11 @@ def parts(product: Product) -> list[Piece]:
     ]
 
 
+def _cost(dtype: np.dtype[Any]) -> int:
+    """Return the multiplications of real numbers in one of a dtype."""
+    return 4 if dtype.kind == "c" else 1
+
+
 def _widest_lanes(dtype: np.dtype[Any]) -> int:
     """Return the lanes of the widest vectors there are."""
     part_bytes: int = dtype.itemsize // (2 if dtype.kind == "c" else 1)
@@ -88,7 +96,7 @@ def _multiply_part(product: Product, call: pool.Call) -> None:
     """Multiply one part, in steps after each of which an interrupt takes effect."""
     a, b, c, zero = product
     m, n, k = product.sizes
-    step = max(1, STEP_WORK // (m * n * PRODUCT_BLOCK)) * PRODUCT_BLOCK
+    step = max(1, STEP_WORK // (_cost(zero.dtype) * m * n * PRODUCT_BLOCK)) * PRODUCT_BLOCK
     for term in range(0, k, step):
         if call.cancelled:
             return

@@ -19,12 +19,13 @@ from accel_ops.cpu.emit import (
     store_masked,
     vector_type,
 )
+from accel_ops.cpu.product_pieces import ADD, STORE
 
-__all__ = ["ADD", "RESUME", "STORE", "Outputs", "add_row"]
+__all__ = ["RESUME", "Outputs", "add_row"]
 
-# What becomes of a block's result: it is the first, it is added to what came before, or the block goes on where a
-# stored part of its chain ended, which is exact (not for complex elements).
-STORE, ADD, RESUME = 0, 1, 2
+# What becomes of a block's result is told by STORE (it is the first), ADD (to what came before) or this: the block goes
+# on where a stored part of its chain ended, which is exact. Not for complex elements.
+RESUME = 2
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Packing: a few columns of the right operand, or rows of the left one, brought together in the order of their use.
+"""Packing: a few columns of the right operand, brought together in the order of their use.
 
 The tile reads a row of the right operand as whole vectors. Where they do not lie so, or lie far apart, 256 terms of
 a panel are copied to memory of the worker's own first; an operand is never copied whole.

@@ -6,11 +6,12 @@ the kernel. The bits do not depend on which of the ways here an output is comput
 
 import numba
 
-from accel_ops.cpu.chains import chain_lanes, multiply_blocks, multiply_matrix, multiply_rows
+from accel_ops.cpu.chains import multiply_blocks, multiply_matrix, multiply_rows
 from accel_ops.cpu.elements import item_bytes, panel_columns, row_step, tile_columns, tile_lanes
 from accel_ops.cpu.jit import compiled
-from accel_ops.cpu.outputs import ADD, RESUME, STORE, add_row
+from accel_ops.cpu.outputs import RESUME, add_row
 from accel_ops.cpu.packing import pack_columns
+from accel_ops.cpu.product_pieces import ADD, STORE
 from accel_ops.cpu.rounding import enter_default_mode, restore_mode
 from accel_ops.cpu.tile import long_row_columns, multiply_long_row, multiply_tile
 from accel_ops.orders import PRODUCT_BLOCK
@@ -93,31 +94,27 @@ def _multiply_panel(zero, m, width, depth, a, a_row, a_term, b, b_term, c, c_row
 
 @compiled
 def multiply_vector(zero, a, a_term, b, b_term, k, n, c, start, scratch):
-    """Multiply a row a (k) with b (k x n), whose rows are contiguous, into the row c, reading b in long runs."""
+    """Multiply a row a (k) with b (k x n), whose rows are contiguous, into the row c, reading b in long runs.
+
+    ``scratch`` has room for a row.
+    """
     mode = enter_default_mode()
-    run = _RUN_COLUMNS // tile_columns(zero) * tile_columns(zero)
-    for column in range(0, n, run):
-        width = min(run, n - column)
-        at = column * item_bytes(zero)
-        does = start
-        for term in range(0, k, PRODUCT_BLOCK):
-            # A block's chains are kept in memory, a few terms are added to all of them at a time.
-            block = c + at if does == STORE else scratch
-            stop = min(term + PRODUCT_BLOCK, k)
-            continued = STORE
-            for first in range(term, stop, _TERMS_AT_ONCE):
-                depth = min(_TERMS_AT_ONCE, stop - first)
-                _add_rows(
-                    zero, depth, a + first * a_term, a_term, b + first * b_term + at, b_term, block, width, continued
-                )
-                continued = RESUME
-            if does == ADD:
-                add_row(zero, scratch, c + at, width, ADD)
-            does = ADD
+    does = start
+    for term in range(0, k, PRODUCT_BLOCK):
+        # A block's chains are kept in memory, a few terms are added to all of them at a time.
+        block = c if does == STORE else scratch
+        stop = min(term + PRODUCT_BLOCK, k)
+        continues = STORE
+        for first in range(term, stop, _TERMS_AT_ONCE):
+            depth = min(_TERMS_AT_ONCE, stop - first)
+            _add_rows(zero, depth, a + first * a_term, a_term, b + first * b_term, b_term, block, n, continues)
+            continues = RESUME
+        if does == ADD:
+            add_row(zero, scratch, c, n, ADD)
+        does = ADD
     restore_mode(mode)
 
 
-_RUN_COLUMNS = 8 << 10  # two pages of float64: long enough for the prefetcher, and the chains stay in the first cache
 _TERMS_AT_ONCE = 8  # so many rows are read side by side
 
 
@@ -136,8 +133,8 @@ def _add_rows(zero, depth, a, a_term, b, b_term, c, width, does):
 def multiply_rows_by_vector(zero, a, a_row, a_term, b, b_term, m, k, c, start):
     """Multiply a (m x k) with the vector b (k) into the contiguous c (m)."""
     mode = enter_default_mode()
-    for row in range(0, m, chain_lanes(zero)):
-        rows = min(chain_lanes(zero), m - row)
+    for row in range(0, m, tile_lanes(zero)):
+        rows = min(tile_lanes(zero), m - row)
         at = c + row * item_bytes(zero)
         does = start
         for term in range(0, k, PRODUCT_BLOCK):
@@ -152,8 +149,8 @@ def multiply_rows_by_vector(zero, a, a_row, a_term, b, b_term, m, k, c, start):
 def multiply_pairs(zero, a_table, b_table, a_term, b_term, k, c):
     """Multiply pairs of rows of up to a block's terms, whose addresses are in the tables, into the contiguous c."""
     mode = enter_default_mode()
-    for first in range(0, len(a_table), chain_lanes(zero)):
-        n_chains = min(chain_lanes(zero), len(a_table) - first)
+    for first in range(0, len(a_table), tile_lanes(zero)):
+        n_chains = min(tile_lanes(zero), len(a_table) - first)
         a, b = a_table[first:].ctypes.data, b_table[first:].ctypes.data
         multiply_rows(zero, n_chains, k, a, 0, a_term, b, b_term, c + first * item_bytes(zero), STORE)
     restore_mode(mode)
@@ -164,8 +161,8 @@ def multiply_vectors(zero, a, b, n_blocks, c):
     """Multiply two contiguous vectors of whole blocks, each block into one of the contiguous c."""
     mode = enter_default_mode()
     size = item_bytes(zero)
-    for first in range(0, n_blocks, chain_lanes(zero)):
-        n_chains = min(chain_lanes(zero), n_blocks - first)
+    for first in range(0, n_blocks, tile_lanes(zero)):
+        n_chains = min(tile_lanes(zero), n_blocks - first)
         at = first * PRODUCT_BLOCK * size
         multiply_blocks(zero, n_chains, PRODUCT_BLOCK, a + at, 0, size, b + at, size, c + first * size, STORE)
     restore_mode(mode)

@@ -16,18 +16,34 @@ from accel_ops.cpu import pool
 from accel_ops.cpu.copying import address
 from accel_ops.cpu.jit import kernel
 
-__all__ = ["ADD", "GRAIN", "STORE", "Piece", "Product", "add_blocks", "addresses", "cut", "run", "work_of_bytes"]
+__all__ = [
+    "ADD",
+    "GRAIN",
+    "MANY",
+    "PANEL_COLUMNS",
+    "STEP_WORK",
+    "STORE",
+    "Piece",
+    "Product",
+    "add_blocks",
+    "addresses",
+    "cut",
+    "run",
+    "work_of_bytes",
+]
 
 Array = np.ndarray[Any, Any]
 Piece = Callable[[pool.Call], None]
 
 # Multiplications that pay for one more thread, and the bytes where each operand is used once and memory decides.
-# `python -m benchmarks.grain` measures them: a worker is woken in 20 to 80 us, in which a core multiplies 2**19 to
-# 2**21 pairs of float64 or reads 1 to 2 MiB.
-GRAIN = 1 << 20
+# `python -m benchmarks.grain` measures them: a worker is woken in 40 to 250 us, in which a core multiplies 2**20 to
+# 2**23 pairs of float64 or reads 1 to 5 MB.
+GRAIN = 1 << 22
 GRAIN_BYTES = 2 << 20
-# Multiplications after which a kernel returns to the interpreter, so that an interrupt waits for 5 ms at the most.
+# Multiplications after which a kernel returns to the interpreter: 5 ms at 2 * 29e9 in a second, so that an interrupt
+# waits for 10 ms at the most, which the largest part with one block of terms takes.
 STEP_WORK = 1 << 27
+PANEL_COLUMNS = 528  # of the right operand that are packed at once: with 256 terms of float64 1 MB
 MANY = 4  # pieces, at least, of what is worth sharing
 STORE, ADD = 0, 1  # what becomes of a block's result: see cpu/outputs.py, which only kernels import
 

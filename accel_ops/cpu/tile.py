@@ -152,7 +152,6 @@ class _Tile:
 
     def write(self) -> None:
         builder, given = self.builder, self.given
-        before = builder.block
         loop, done = builder.append_basic_block("terms"), builder.append_basic_block("done")
         c_rows = [builder.add(given["c"], builder.mul(given["c_row"], integer(row))) for row in range(self.rows)]
         if not self.masked and self.rows * self.vectors == self.shape.rows * self.shape.vectors:

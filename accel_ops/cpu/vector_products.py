@@ -28,6 +28,7 @@ _RUN_COLUMNS = 4 << 10  # of a row of the matrix, read at once: long enough for 
 _RUN_BYTES = 1 << 20  # of the rows of a matrix, or of two vectors
 _CHAIN_MULTIPLE = 64  # chains that are multiplied side by side, on any CPU
 _COST = 8  # in multiplications of matrices, of one that reads its operands from memory
+_LONG_TERMS = 1 << 16  # pairs of so many are worth sharing one by one
 _PAIR_WORK = 1 << 21
 _PAIRS = 1 << 15  # whose addresses are written down
 
@@ -87,8 +88,9 @@ def multiply_vectors(product: Product) -> None:
     a, b, c, _ = product
     k = a.shape[-1]
     n_items = math.prod(c.shape[:-2])
-    if n_items == 1 and k > PRODUCT_BLOCK:
-        _multiply_long_vectors(product, a.reshape(-1), b.reshape(-1))
+    if k >= _LONG_TERMS or (n_items == 1 and k > PRODUCT_BLOCK):
+        for index in np.ndindex(c.shape[:-2]):
+            _multiply_long_vectors(product.item(index), a[index].reshape(-1), b[index].reshape(-1))
         return
     n_blocks = -(-k // PRODUCT_BLOCK)
     results = c if c.flags.c_contiguous else np.empty(c.shape, c.dtype)
@@ -102,8 +104,10 @@ def multiply_vectors(product: Product) -> None:
         total = totals[:, first : first + many]
         kept = total if n_blocks == 1 else np.empty((n_blocks, total.size), c.dtype)
 
-        def multiply_some(begin: int, _call: pool.Call, *, tables: list[Array] = tables, kept: Array = kept) -> None:
+        def multiply_some(begin: int, call: pool.Call, *, tables: list[Array] = tables, kept: Array = kept) -> None:
             for block in range(n_blocks):
+                if call.cancelled:
+                    return
                 term = block * PRODUCT_BLOCK
                 rows = [t[begin : begin + step] + term * stride for t, stride in zip(tables, strides, strict=True)]
                 multiply(*rows, *strides, min(PRODUCT_BLOCK, k - term), address(kept[block, begin:]))
