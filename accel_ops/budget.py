@@ -14,7 +14,6 @@ import operator
 import os
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -30,8 +29,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class ThreadInfo:
+class ThreadInfo(NamedTuple):
     """What `thread_info` found."""
 
     num_threads: int

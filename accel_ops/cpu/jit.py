@@ -7,12 +7,9 @@ exception in the middle would leave locks taken; the right to compile, which a f
 
 import contextlib
 import functools
-import hashlib
 import importlib
-import pickle
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +60,8 @@ def _load(module: str, name: str, dtype: np.dtype[Any]) -> Kernel:
 
 def _compile(module: str, name: str, dtype: np.dtype[Any]) -> Kernel:
     """Return the function that Numba made of a kernel, from the cache on disk where there is one."""
+    import pickle
+
     import numba
 
     typeof: Any = numba.typeof
@@ -97,6 +96,9 @@ def compiled(function: Callable[..., Any]) -> Any:
 @functools.cache
 def _digest_of_sources() -> str:
     """Return a digest of all that kernels may be made of."""
+    import hashlib
+    from pathlib import Path
+
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for source in (package / "orders.py", *sorted((package / "cpu").glob("*.py"))):

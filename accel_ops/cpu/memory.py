@@ -16,8 +16,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +34,7 @@ _CACHE_VARIABLE = "ACCEL_OPS_CACHE_MIB"
 _MOST_DIGITS = 12  # of that variable: more MiB than a 64-bit address space has
 
 
-@dataclass(frozen=True)
-class HostMemoryInfo:
+class HostMemoryInfo(NamedTuple):
     """What the host memory cache holds.
 
     Attributes
