@@ -49,7 +49,7 @@ def are_plain(arrays: Iterable[Any], *, apart_from: Array | None = None) -> bool
     """
     ndarray = np.ndarray
     if apart_from is None:
-        for array in arrays:  # noqa: SIM110
+        for array in arrays:  # noqa: SIM110 - any() takes twice as long
             if type(array) is not ndarray:
                 return False
         return True

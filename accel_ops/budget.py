@@ -311,7 +311,7 @@ def _read_environment() -> Environment:
         try:
             for message in environment.warnings:
                 warn(message, ThreadingWarning)
-        except BaseException:
+        except BaseException:  # an interrupt too
             # The user made warnings errors: nothing has been taken over, the next call says it again.
             _environment_claim.clear()
             raise

@@ -86,7 +86,7 @@ def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0)) or 1
     # Systems without affinity. The rule that bans os.cpu_count names this module as the cure.
-    count: Callable[[], int | None] = getattr(os, "process_cpu_count", os.cpu_count)  # noqa: TID251
+    count: Callable[[], int | None] = getattr(os, "process_cpu_count", os.cpu_count)  # noqa: TID251 - see above
     return count() or 1
 
 
@@ -190,7 +190,7 @@ def _read(path: str) -> str:
     """Return the file's text, or nothing where it cannot be read."""
     try:
         # The builtin, looked up at each call, so that a test can put false files in its place.
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123 - see above
             return file.read()
     except (OSError, ValueError, NameError):  # the last where the interpreter is ending and has no builtins left
         return ""

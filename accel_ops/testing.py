@@ -223,7 +223,7 @@ def _with_bits(array: Array, index: tuple[int, ...]) -> str:
     except (SystemError, ValueError):
         value = f"an invalid {array.dtype}"  # text that is not Unicode, a date without unit
     # An array of no dimensions, where the index alone gives a scalar, which has forgotten the dtype of records.
-    item = np.array(array[(*index, ...)], _packed(array.dtype))  # type: ignore[arg-type]
+    item = np.array(array[(*index, ...)], _packed(array.dtype))  # type: ignore[arg-type]  # NumPy knows no dtype of Any
     if item.dtype.kind == "c":
         return f"{value} (0x{_digits(item.real)}, 0x{_digits(item.imag)})"
     if item.dtype.kind in "biufmM" or _is_extension(item.dtype):

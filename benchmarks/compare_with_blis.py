@@ -58,20 +58,20 @@ class Blis:
         # Read when the library is first used.
         os.environ["BLIS_ARCH_TYPE"] = CONFIGURATION_NUMBER
         os.environ["BLIS_NUM_THREADS"] = "1"
-        self.library = ctypes.CDLL(path)
-        self.library.bli_init()
+        self.functions = ctypes.CDLL(path)
+        self.functions.bli_init()
         for name in ("bli_info_get_version_str", "bli_arch_string"):
-            getattr(self.library, name).restype = ctypes.c_char_p
-        self.version = self.library.bli_info_get_version_str().decode()
-        self.configuration = self.library.bli_arch_string(self.library.bli_arch_query_id()).decode()
+            getattr(self.functions, name).restype = ctypes.c_char_p
+        self.version = self.functions.bli_info_get_version_str().decode()
+        self.configuration = self.functions.bli_arch_string(self.functions.bli_arch_query_id()).decode()
         if (self.version, self.configuration) != (VERSION, CONFIGURATION):
             msg = f"BLIS {VERSION} {CONFIGURATION} is needed, got {self.version} {self.configuration}"
             raise SystemExit(msg)
-        if self.library.bli_info_get_blas_int_type_size() != 32:
+        if self.functions.bli_info_get_blas_int_type_size() != 32:
             msg = "a BLIS whose BLAS interface has integers of 32 bits is needed"
             raise SystemExit(msg)
         self.settings = Settings()
-        self.library.bli_rntm_init_from_global(ctypes.byref(self.settings))
+        self.functions.bli_rntm_init_from_global(ctypes.byref(self.settings))
         if (self.settings.auto_factor, self.settings.num_threads, self.settings.ways[0]) != (True, 1, 1):
             msg = f"BLIS's runtime settings are laid out otherwise than in version {VERSION}"
             raise SystemExit(msg)
@@ -82,7 +82,7 @@ class Blis:
         c = empty_result(a, b)
         scale, nothing = ctypes.byref(ONE), ctypes.byref(ZERO)
         operands = [stored(x) for x in (a, b, c)]
-        self.library.bli_dgemm_ex(
+        self.functions.bli_dgemm_ex(
             *(KEEP_AS_IT_IS, KEEP_AS_IT_IS, *sizes(a, b), scale, *operands[0], *operands[1], nothing, *operands[2]),
             *(None, ctypes.byref(self.settings)),
         )
@@ -93,7 +93,7 @@ class Blis:
         c = empty_result(a, b)
         m, n, k = (size.value for size in sizes(a, b))
         address_a, address_b, address_c = (Address(x.ctypes.data) for x in (a, b, c))
-        self.library.cblas_dgemm(
+        self.functions.cblas_dgemm(
             *(ROW_MAJOR, NO_TRANSPOSE, NO_TRANSPOSE, m, n, k, ONE, address_a, k, address_b, n, ZERO, address_c, n)
         )
         return c

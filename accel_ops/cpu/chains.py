@@ -16,7 +16,7 @@ from accel_ops.cpu.elements import Element, element_of, tile_shape
 from accel_ops.cpu.emit import CACHE_LINE_BYTES, broadcast, for_range, integer, load, minimum, prefetch, variable
 from accel_ops.cpu.outputs import Outputs
 from accel_ops.cpu.packing import Lanes
-from accel_ops.cpu.tile import prefer_whole_vectors
+from accel_ops.cpu.tile import internal_function
 from accel_ops.orders import PRODUCT_BLOCK
 
 __all__ = ["multiply_blocks", "multiply_matrix", "multiply_rows"]
@@ -64,9 +64,7 @@ def _chains_function(module: Any, element: Element, operands: str) -> Any:
     name = f"accel_ops_chains_{element.arithmetic}{8 * element.part_bytes}x{element.parts}_{operands}"
     if name in module.globals:
         return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * len(_ARGUMENTS)), name)
-    function.linkage = "internal"
-    prefer_whole_vectors(function)
+    function = internal_function(module, name, len(_ARGUMENTS))
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     lanes = tile_shape(element).lanes
     with builder.if_then(builder.icmp_signed("==", function.args[0], integer(lanes))):

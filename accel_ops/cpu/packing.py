@@ -24,7 +24,7 @@ from accel_ops.cpu.emit import (
     variable,
     vector_type,
 )
-from accel_ops.cpu.tile import prefer_whole_vectors
+from accel_ops.cpu.tile import internal_function
 
 __all__ = ["Lanes", "pack_columns"]
 
@@ -56,9 +56,7 @@ def _pack_function(module: Any, element: Element, lanes: int) -> Any:
     name = f"accel_ops_pack_{element.arithmetic}{8 * element.part_bytes}x{element.parts}"
     if name in module.globals:
         return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * len(_ARGUMENTS)), name)
-    function.linkage = "internal"
-    prefer_whole_vectors(function)
+    function = internal_function(module, name, len(_ARGUMENTS))
     _Pack(function, element, lanes).write()
     return function
 

@@ -16,7 +16,7 @@ from accel_ops.cpu.elements import Element, TileShape, element_of, tile_shape
 from accel_ops.cpu.emit import broadcast, for_range, integer, load, load_masked, prefetch, vector_type
 from accel_ops.cpu.outputs import RESUME, Outputs
 
-__all__ = ["long_row_columns", "multiply_long_row", "multiply_tile", "prefer_whole_vectors"]
+__all__ = ["internal_function", "long_row_columns", "multiply_long_row", "multiply_tile"]
 
 _LONG_ROW_VECTORS = 8  # independent chains, as many as the multiply-add units of a core need
 
@@ -115,11 +115,15 @@ def long_row_columns(_context: Any, zero: Any) -> Any:
     return types.int64(zero), lambda _target, _builder, _signature, _arguments: integer(columns)
 
 
-def prefer_whole_vectors(function: Any) -> None:
-    """Let LLVM use its widest vectors, which it avoids on some CPUs where other code would become slower."""
-    # llvmlite checks the names of the attributes that it knows; this one it passes on.
+def internal_function(module: Any, name: str, n_arguments: int) -> Any:
+    """Add a function of 64-bit integers to a module, for its own use."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * n_arguments), name)
+    function.linkage = "internal"
+    # LLVM avoids its widest vectors on some CPUs, where other code would become slower. llvmlite checks the names of
+    # the attributes that it knows; these it passes on.
     set.add(function.attributes, '"min-legal-vector-width"="512"')
     set.add(function.attributes, '"prefer-vector-width"="512"')
+    return function
 
 
 def _tile_function(module: Any, element: Element, shape: TileShape, rows: int, vectors: int, *, masked: bool) -> Any:
@@ -127,9 +131,7 @@ def _tile_function(module: Any, element: Element, shape: TileShape, rows: int, v
     name = f"accel_ops_tile_{element.arithmetic}{8 * element.part_bytes}x{element.parts}_{rows}_{vectors}_{masked:d}"
     if name in module.globals:
         return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * len(_ARGUMENTS)), name)
-    function.linkage = "internal"
-    prefer_whole_vectors(function)
+    function = internal_function(module, name, len(_ARGUMENTS))
     _Tile(function, element, shape, rows, vectors, masked=masked).write()
     return function
 
