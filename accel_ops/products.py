@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["dot", "inner", "matmul", "matvec", "outer", "tensordot", "vecdot", "vecmat"]
 
-# An index that adds the axes which vectors lack.
+# Indices that add the axes which vectors lack, and that drop them again.
 _WITH_AXES: dict[tuple[int, ...], Any] = {
     (): (),
     (-1,): (..., np.newaxis),
     (-2,): (..., np.newaxis, slice(None)),
     (-2, -1): (..., np.newaxis, np.newaxis),
+}
+_WITHOUT_AXES: dict[tuple[int, ...], Any] = {
+    (-1,): (..., 0),
+    (-2,): (..., 0, slice(None)),
+    (-2, -1): (..., 0, 0),
 }
 _Axes = int | tuple[Sequence[int] | int, Sequence[int] | int]
 
@@ -258,8 +263,7 @@ def vecdot(
     """
     a, b = _operands(x1, x2, "vecdot")
     _check_dimensions((a, 1), (b, 1), "vecdot")
-    left = np.moveaxis(_conjugated(a), normalize_axis(axis, a.ndim, "vecdot"), -1)
-    right = np.moveaxis(b, normalize_axis(axis, b.ndim, "vecdot"), -1)
+    left, right = _with_axis_last(_conjugated(a), axis), _with_axis_last(b, axis)
     return _multiply(left[..., np.newaxis, :], right[..., np.newaxis], (-2, -1), out, dtype, casting, "vecdot", (a, b))
 
 
@@ -437,6 +441,11 @@ def _conjugated(array: Array) -> Array:
     return array.conj() if array.dtype.kind == "c" else array
 
 
+def _with_axis_last(array: Array, axis: int) -> Array:
+    position = normalize_axis(axis, array.ndim, "vecdot")
+    return array if position == array.ndim - 1 else np.moveaxis(array, position, -1)
+
+
 def _check_dimensions(first: tuple[Array, int], second: tuple[Array, int], name: str) -> None:
     """Check that both operands have as many dimensions as the operation needs."""
     if any(array.ndim < needed for array, needed in (first, second)):
@@ -545,7 +554,7 @@ def _multiply(
             _convert(target, result, casting)
         return out
     if dropped:
-        result = result.reshape([length for axis, length in enumerate(shape, -len(shape)) if axis not in dropped])
+        result = result[_WITHOUT_AXES[dropped]]
     return as_subclass(result, given) if result.ndim else result[()]
 
 

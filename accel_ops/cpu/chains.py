@@ -12,10 +12,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from accel_ops.cpu.elements import Element, element_of, tile_shape
-from accel_ops.cpu.emit import CACHE_LINE_BYTES, broadcast, for_range, integer, load, minimum, prefetch, variable
+from accel_ops.cpu.elements import Element, chain_blocks, chain_groups, chain_lanes, element_of
+from accel_ops.cpu.emit import CACHE_LINE_BYTES, broadcast, for_range, integer, load, minimum, opaque, prefetch, variable
 from accel_ops.cpu.outputs import Outputs
 from accel_ops.cpu.packing import Lanes
+from accel_ops.cpu.product_pieces import ADD
 from accel_ops.cpu.tile import internal_function
 from accel_ops.orders import PRODUCT_BLOCK
 
@@ -52,9 +53,10 @@ def _define(operands: str) -> Any:
     return multiply
 
 
-# Multiply up to `tile_lanes` rows term by term with as many others, into the contiguous outputs at ``c``. The
-# addresses of the rows are in tables at ``a`` and ``b``; or so many rows of the matrix at ``a`` are multiplied with
-# the vector at ``b``; or ``a`` and ``b`` are two vectors, the rows being their consecutive blocks.
+# Multiply up to `chain_lanes` rows term by term with as many others, into the contiguous outputs at ``c``. The
+# addresses of the rows are in tables at ``a`` and ``b``; or so many rows of the matrix at ``a`` are multiplied with the
+# vector at ``b``, or `rows_of_chains`, and then up to `blocks_of_chains` blocks of terms; or ``a`` and ``b`` are two
+# vectors, the rows being their consecutive blocks.
 multiply_rows = _define("rows")
 multiply_matrix = _define("matrix")
 multiply_blocks = _define("blocks")
@@ -66,47 +68,79 @@ def _chains_function(module: Any, element: Element, operands: str) -> Any:
         return module.globals[name]
     function = internal_function(module, name, len(_ARGUMENTS))
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    lanes = tile_shape(element).lanes
-    with builder.if_then(builder.icmp_signed("==", function.args[0], integer(lanes))):
-        _Chains(builder, function, element, operands, partial=False).write()
+    n_chains = function.args[0]
+    n_chains, n_terms = function.args[:2]
+    if operands == "matrix":
+        n_groups = chain_groups(element)
+        is_whole = builder.icmp_signed("==", n_chains, integer(n_groups * chain_lanes(element)))
+        with builder.if_then(is_whole):
+            if (n_blocks := chain_blocks(element)) > 1:
+                with builder.if_then(builder.icmp_signed(">", n_terms, integer(PRODUCT_BLOCK))):
+                    _Chains(builder, function, element, operands, n_groups, n_blocks).write()
+                    builder.ret_void()
+            _Chains(builder, function, element, operands, n_groups).write()
+            builder.ret_void()
+    with builder.if_then(builder.icmp_signed("==", n_chains, integer(chain_lanes(element)))):
+        _Chains(builder, function, element, operands).write()
         builder.ret_void()
-    _Chains(builder, function, element, operands, partial=True).write()
+    _Chains(builder, function, element, operands, partial=n_chains).write()
     builder.ret_void()
     return function
 
 
 class _Chains:
-    """Writes the loop over the terms; ``partial`` says that there are fewer chains than lanes."""
+    """Writes the loop over the terms: for groups of chains and one or two blocks, or for chains that fill no group."""
 
-    def __init__(self, builder: Any, function: Any, element: Element, operands: str, *, partial: bool) -> None:
+    def __init__(
+        self,
+        builder: Any,
+        function: Any,
+        element: Element,
+        operands: str,
+        n_groups: int = 1,
+        n_blocks: int = 1,
+        partial: Any = None,
+    ) -> None:
         self.builder, self.element, self.operands, self.partial = builder, element, operands, partial
-        self.lanes = tile_shape(element).lanes
+        self.lanes = chain_lanes(element)
         self.given = dict(zip(_ARGUMENTS, function.args, strict=True))
         self.pairs = [(0, 0), (1, 1), (0, 1), (1, 0)] if element.parts == 2 else [(0, 0)]
+        self.groups = [
+            (group, block, [variable(builder, element.zeros(self.lanes)) for _ in self.pairs])
+            for block in range(n_blocks)
+            for group in range(n_groups)
+        ]
+        self.n_terms = integer(PRODUCT_BLOCK) if n_blocks > 1 else self.given["n_terms"]
 
     def write(self) -> None:
         builder, given, element = self.builder, self.given, self.element
-        totals = [variable(builder, element.zeros(self.lanes)) for _ in self.pairs]
         begin = variable(builder, integer(0))
-        if element.parts == 1:
-            self._add_whole_lines(totals[0], begin)
-        left = self._lanes_of("a")
-        right = None if self.operands == "matrix" else self._lanes_of("b")
-        with for_range(builder, given["n_terms"], start=builder.load(begin)) as term:
-            a_offset, b_offset = builder.mul(term, given["a_term"]), builder.mul(term, given["b_term"])
-            b = self._number_at(builder.add(given["b"], b_offset)) if right is None else right.at(b_offset)
-            a = left.at(a_offset)
-            for (i, j), total in zip(self.pairs, totals, strict=True):
-                self._add(a[i], b[j], total)
-        columns = given["n_chains"] if self.partial else None
-        outputs = Outputs(builder, element, self.lanes, 1, columns)
-        outputs.finish([given["c"]], [builder.load(total) for total in totals], given["start"])
+        self._add_whole_lines(begin)
+        with for_range(builder, self.n_terms, start=builder.load(begin)) as term:
+            for group, block, totals in self.groups:
+                place = builder.add(term, integer(block * PRODUCT_BLOCK))
+                a = self._lanes_of("a", group).at(builder.mul(place, given["a_term"]))
+                self._add(a, self._right_at(group, builder.mul(place, given["b_term"])), totals)
+        for group, block, totals in self.groups:
+            outputs = Outputs(builder, element, self.lanes, 1, self.partial)
+            place = builder.add(given["c"], integer(group * self.lanes * element.n_bytes))
+            start = given["start"] if block == 0 else integer(ADD)
+            outputs.finish([place], [builder.load(total) for total in totals], start)
 
-    def _add(self, a: Any, b: Any, total: Any) -> None:
+    def _add(self, a: list[Any], b: list[Any], totals: list[Any]) -> None:
+        """Add one term of every lane of a group."""
         builder, element = self.builder, self.element
-        builder.store(element.multiply_add(builder, element.as_left(builder, a), b, builder.load(total)), total)
+        for (i, j), total in zip(self.pairs, totals, strict=True):
+            left = element.as_left(builder, a[i])
+            builder.store(element.multiply_add(builder, left, b[j], builder.load(total)), total)
 
-    def _add_whole_lines(self, total: Any, begin: Any) -> None:
+    def _right_at(self, group: int, offset: Any) -> list[Any]:
+        """Return the parts of the right operand's numbers, ``offset`` bytes further on."""
+        if self.operands == "matrix":
+            return self._number_at(self.builder.add(self.given["b"], offset))
+        return self._lanes_of("b", group).at(offset)
+
+    def _add_whole_lines(self, begin: Any) -> None:
         """Add the terms that fill cache lines, where terms are neighbours.
 
         Line by line, because rows that lie a power of two apart drive each other's lines out of the cache.
@@ -118,49 +152,55 @@ class _Chains:
         if self.operands != "matrix":
             contiguous = builder.and_(contiguous, builder.icmp_signed("==", given["b_term"], size))
         with builder.if_then(contiguous):
-            whole = builder.and_(given["n_terms"], integer(-line_terms))
+            whole = builder.and_(self.n_terms, integer(-line_terms))
             if self.operands == "matrix":
-                self._add_lines_of_matrix(total, whole, line_terms)
+                self._add_lines_of_matrix(whole, line_terms)
             else:
-                self._add_lines_of_rows(total, whole, line_terms)
+                self._add_lines_of_rows(whole, line_terms)
             builder.store(whole, begin)
 
-    def _add_lines_of_matrix(self, total: Any, whole: Any, line_terms: int) -> None:
+    def _add_lines_of_matrix(self, whole: Any, line_terms: int) -> None:
         """Add whole lines of all rows. An address is kept for every fourth row: for each there are no registers."""
         builder, given, size = self.builder, self.given, self.element.n_bytes
-        n = min(4, self.lanes)
-        starts = [builder.add(given["a"], builder.mul(place, given["a_row"])) for place in self._places()]
-        if self.partial:
-            pointers = [variable(builder, start) for start in starts]
-        else:
-            pointers = [variable(builder, start) for start in starts[::n]]
+        n = 1 if self.partial is not None else min(4, self.lanes)
+        places = [place for group, block, _ in self.groups if block == 0 for place in self._places(group)]
+        starts = [builder.add(given["a"], builder.mul(place, given["a_row"])) for place in places[::n]]
+        pointers = [variable(builder, opaque(builder, start)) for start in starts]
+        steps = [opaque(builder, builder.mul(integer(k), given["a_row"])) for k in range(1, n)]
         x = variable(builder, given["b"])
-        steps = [builder.mul(integer(k), given["a_row"]) for k in range(n)]
+        x_block = opaque(builder, builder.mul(integer(PRODUCT_BLOCK), given["b_term"]))
         with for_range(builder, whole, line_terms):
             current = [builder.load(pointer) for pointer in pointers]
-            rows = current if self.partial else [builder.add(pointer, step) for pointer in current for step in steps]
-            at = builder.load(x)
-            lanes = Lanes(builder, self.element, rows)
-            place = at
-            for first in range(0, line_terms, lanes.block_terms):
-                for a in lanes.block_at(integer(first * size)):
-                    self._add(a, self._number_at(place)[0], total)
-                    place = builder.add(place, given["b_term"])
+            rows = [row for pointer in current for row in (pointer, *(builder.add(pointer, step) for step in steps))]
+            number = builder.load(x)
+            first = 0
+            while first < line_terms:
+                for group, block, totals in self.groups:
+                    lanes = Lanes(builder, self.element, rows[group * self.lanes : (group + 1) * self.lanes])
+                    place = number if block == 0 else builder.add(number, x_block)
+                    for a in lanes.block_at(integer((first + block * PRODUCT_BLOCK) * size)):
+                        self._add(a, self._number_at(place), totals)
+                        place = builder.add(place, given["b_term"])
+                    if block == 0:
+                        after = place
+                number = after
+                first += lanes.block_terms
             for pointer, value in zip(pointers, current, strict=True):
                 builder.store(builder.add(value, integer(line_terms * size)), pointer)
-            builder.store(builder.add(at, builder.mul(integer(line_terms), given["b_term"])), x)
+            builder.store(number, x)
 
-    def _add_lines_of_rows(self, total: Any, whole: Any, line_terms: int) -> None:
+    def _add_lines_of_rows(self, whole: Any, line_terms: int) -> None:
         """Add whole lines of pairs of rows."""
         builder, size = self.builder, integer(self.element.n_bytes)
-        left, right = self._lanes_of("a"), self._lanes_of("b")
+        left, right = self._lanes_of("a", 0), self._lanes_of("b", 0)
+        ((_, _, totals),) = self.groups
         with for_range(builder, whole, line_terms) as term:
             if self.operands == "blocks":
                 self._prefetch(builder.mul(term, size))
             for first in range(0, line_terms, left.block_terms):
                 offset = builder.mul(builder.add(term, integer(first)), size)
                 for a, b in zip(left.block_at(offset), right.block_at(offset), strict=True):
-                    self._add(a, b, total)
+                    self._add(a, b, totals)
 
     def _prefetch(self, offset: Any) -> None:
         """Fetch blocks to come, in their order: one is too short for the prefetcher of the CPU to find its way.
@@ -179,18 +219,18 @@ class _Chains:
         places = [builder.add(address, integer(part * element.part_bytes)) for part in range(element.parts)]
         return [broadcast(builder, load(builder, place, element.scalar), self.lanes) for place in places]
 
-    def _places(self) -> list[Any]:
+    def _places(self, group: int) -> list[Any]:
         """Return the number of each lane's chain; lanes beyond the last chain repeat it, and are not stored."""
-        places = [integer(lane) for lane in range(self.lanes)]
-        if self.partial:
-            last = self.builder.sub(self.given["n_chains"], integer(1))
+        places = [integer(group * self.lanes + lane) for lane in range(self.lanes)]
+        if self.partial is not None:
+            last = self.builder.sub(self.partial, integer(1))
             places = [minimum(self.builder, place, last) for place in places]
         return places
 
-    def _lanes_of(self, name: str) -> Lanes:
+    def _lanes_of(self, name: str, group: int) -> Lanes:
         """Return where the row of each chain begins."""
         builder, start = self.builder, self.given[name]
-        places = self._places()
+        places = self._places(group)
         if self.operands == "rows":
             entries = [builder.add(start, builder.mul(place, integer(8))) for place in places]
             return Lanes(builder, self.element, [load(builder, entry, ir.IntType(64)) for entry in entries])

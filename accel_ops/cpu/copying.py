@@ -15,9 +15,9 @@ import numpy as np
 
 from accel_ops.cpu import cast_kernels, copy_kernels
 from accel_ops.cpu.floating_point import call_in_default_environment
-from accel_ops.cpu.memory import is_plain
+from accel_ops.cpu.memory import address, is_plain
 
-__all__ = ["PIECE_BYTES", "Piece", "address", "copy_alike", "copy_runs", "pieces"]
+__all__ = ["PIECE_BYTES", "Piece", "copy_alike", "copy_runs", "pieces"]
 
 Array = np.ndarray[Any, Any]
 
@@ -89,13 +89,6 @@ def copy_runs(dst: Array, arrays: Sequence[Array], *, stream: bool) -> None:
     table[1] = [address(array) for array in arrays]
     table[2] = sizes
     kernel(*(address(row) for row in table), len(arrays))
-
-
-def address(array: Array) -> int:
-    """Return where the first element lies."""
-    # Not by the attribute `ctypes`: it imports a module, for which it is too late while the interpreter ends.
-    start: int = array.__array_interface__["data"][0]
-    return start
 
 
 def _blocks(dst: Array, src: Array) -> Iterator[tuple[Array, Array]]:

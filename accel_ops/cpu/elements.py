@@ -15,20 +15,28 @@ from numba.extending import intrinsic
 
 from accel_ops.cpu.emit import fused_multiply_add, integer, splat
 from accel_ops.cpu.product_pieces import PANEL_COLUMNS
+from accel_ops.orders import PRODUCT_BLOCK
 
 __all__ = [
     "Element",
     "TileShape",
+    "blocks_of_chains",
+    "chain_blocks",
+    "chain_groups",
+    "chain_lanes",
     "element_of",
     "item_bytes",
+    "lanes_of_chains",
     "panel_columns",
     "row_step",
+    "rows_of_chains",
     "tile_columns",
     "tile_lanes",
     "tile_shape",
 ]
 
 _MOST_LANES = 16
+_ROWS_OF_CHAINS = 8  # of a matrix are read at once: 16 that lie a power of two apart share 8 ways of the first-level cache
 
 
 class Element(NamedTuple):
@@ -90,7 +98,28 @@ class TileShape(NamedTuple):
     @property
     def row_counts(self) -> tuple[int, ...]:
         """The heights of the tiles there are, for the last rows of an operand too."""
-        return (3, 2, 1) if self.rows == 3 else tuple(1 << k for k in reversed(range(self.rows.bit_length())))
+        return tuple(sorted({self.rows, *(height for height in (1, 2, 4) if height < self.rows)}, reverse=True))
+
+
+def chain_lanes(element: Element) -> int:
+    """Return how many chains stand in one vector where each has operands of its own.
+
+    Their terms have to be brought together from as many rows, and 32 bytes of them cost less than half of 64.
+    """
+    return min(tile_shape(element).lanes, 32 // element.part_bytes)
+
+
+def chain_groups(element: Element) -> int:
+    """Return how many such vectors take the rows of a matrix that are read at once."""
+    return max(1, _ROWS_OF_CHAINS // chain_lanes(element))
+
+
+def chain_blocks(element: Element) -> int:
+    """Return how many blocks of terms are added side by side: a chain waits 4 cycles for its last term.
+
+    Two blocks of elements of 16 bytes lie 4 KiB apart, where their lines drive each other out of the cache.
+    """
+    return 2 if PRODUCT_BLOCK * element.n_bytes < 4096 else 1
 
 
 def element_of(number: Any) -> Element:
@@ -108,13 +137,14 @@ def tile_shape(element: Element) -> TileShape:
     """Return the tile that fills the vector registers of the CPU that Numba compiles for.
 
     With 32 registers there are 24 chains, of which the two multiply-add units of a core need 8 to 10 under way,
-    3 vectors of the right operand and one of the left. With 16 registers there are 12.
+    3 vectors of the right operand and one of the left. With 16 registers there are 12, and 2 vectors of the right
+    operand: 256 terms of them take half of the first-level cache, where 3 would drive the left operand out.
     """
     vector_bytes, registers = _vector_registers()
     lanes = min(vector_bytes // element.part_bytes, _MOST_LANES)
     if element.parts == 2:
         return TileShape(3, 2 if registers >= 32 else 1, lanes)
-    return TileShape(8 if registers >= 32 else 4, 3, lanes)
+    return TileShape(8, 3, lanes) if registers >= 32 else TileShape(6, 2, lanes)
 
 
 @functools.cache
@@ -143,12 +173,17 @@ def _constant(compute: Any) -> Any:
 item_bytes = _constant(lambda element: element.n_bytes)
 tile_columns = _constant(lambda element: tile_shape(element).columns)
 tile_lanes = _constant(lambda element: tile_shape(element).lanes)
-panel_columns = _constant(lambda element: _whole_tiles(tile_shape(element).columns))
+lanes_of_chains = _constant(chain_lanes)
+blocks_of_chains = _constant(chain_blocks)
+rows_of_chains = _constant(lambda element: chain_groups(element) * chain_lanes(element))
+panel_columns = _constant(lambda element: _panel_columns(tile_shape(element).columns))
 
 
-def _whole_tiles(columns: int) -> int:
-    """Return how many columns of the right operand are packed at once."""
-    return max(1, PANEL_COLUMNS // columns) * columns
+def _panel_columns(tile: int) -> int:
+    """Return how many columns of the right operand are packed at once: whole tiles, about as large as the L2 cache."""
+    _, registers = _vector_registers()  # CPUs with AVX-512 have 1 MB or more, others have half of it
+    most = PANEL_COLUMNS if registers >= 32 else PANEL_COLUMNS // 2
+    return max(1, most // tile) * tile
 
 
 @intrinsic

@@ -16,6 +16,7 @@ __all__ = [
     "load_masked",
     "memcpy",
     "minimum",
+    "opaque",
     "prefetch",
     "splat",
     "store",
@@ -75,6 +76,13 @@ def variable(builder: Any, initial: Any) -> Any:
         place = builder.alloca(initial.type)
     builder.store(initial, place)
     return place
+
+
+def opaque(builder: Any, value: Any) -> Any:
+    """Return a 64-bit integer of which LLVM knows nothing: it would derive each address from the one before."""
+    from llvmlite import ir
+
+    return builder.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], side_effect=False)
 
 
 def minimum(builder: Any, first: Any, second: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from accel_ops.cpu import pool
-from accel_ops.cpu.copying import address
+from accel_ops.cpu.memory import address
 from accel_ops.cpu.emit import CACHE_LINE_BYTES
 from accel_ops.cpu.jit import kernel
 from accel_ops.cpu.product_pieces import (
@@ -40,7 +40,7 @@ SMALL_WORK = 1 << 18
 _BATCH_WORK = 1 << 24
 _BATCH_ITEMS = 1 << 15  # whose addresses are written down
 # A right operand of this size is read where it lies, in the caches, and not packed; so is one for a few rows.
-_DIRECT_BYTES, _DIRECT_ROWS = 256 << 10, 16
+_DIRECT_BYTES, _DIRECT_ROWS = 64 << 10, 16
 _LONG_TERMS = 16 * PRODUCT_BLOCK  # so many can be cut into runs of blocks
 _KEPT_BYTES = 4 << 20  # of block results that wait to be added
 _PANEL_BYTES = PRODUCT_BLOCK * (PANEL_COLUMNS + 16) * 16 + CACHE_LINE_BYTES  # the last vector may be partial
@@ -51,6 +51,9 @@ _memory = threading.local()
 def multiply_parts(product: Product) -> None:
     """Multiply one pair of matrices."""
     m, n, k = product.sizes
+    if m * n * k <= SMALL_WORK:
+        call_multiply(*product, STORE)
+        return
     pieces = parts(product)
     is_long = k >= _LONG_TERMS and 4 * m * n * product.c.itemsize <= _KEPT_BYTES
     if len(pieces) < MANY and is_long and m * n * k >= 2 * _SHARED_WORK:
@@ -106,9 +109,9 @@ def _multiply_part(product: Product, call: pool.Call) -> None:
 def call_multiply(a: Array, b: Array, c: Array, zero: Any, start: int, block_bytes: int = 0) -> None:
     """Multiply on the calling thread; with ``block_bytes`` each block's result goes to a place of its own."""
     multiply = kernel("product_kernels", "multiply", zero.dtype)
-    tables = (np.array([address(operand)]) for operand in (a, b, c))
+    places = np.array((address(a), address(b), address(c)))
     sizes = (*c.shape, a.shape[1], *a.strides, *b.strides, c.strides[0])
-    multiply(zero, *tables, *sizes, block_bytes, start, _is_packed(a.shape[0], b), scratch())
+    multiply(zero, places, *sizes, block_bytes, start, _is_packed(a.shape[0], b), scratch())
 
 
 def _is_packed(m: int, b: Array) -> bool:
@@ -120,9 +123,12 @@ def _is_packed(m: int, b: Array) -> bool:
 
 def scratch() -> int:
     """Return the address of memory for one panel, the calling thread's own, kept for its next piece."""
-    if not hasattr(_memory, "panel"):
+    try:
+        start: int = _memory.start
+    except AttributeError:
         _memory.panel = np.empty(_PANEL_BYTES, np.uint8)
-    return -(-address(_memory.panel) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        start = _memory.start = -(-address(_memory.panel) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+    return start
 
 
 def multiply_split(product: Product) -> None:
@@ -159,11 +165,11 @@ def multiply_small(product: Product) -> None:
     multiply = kernel("product_kernels", "multiply", zero.dtype)
     sizes = (m, n, k, *a.strides[-2:], *b.strides[-2:], c.strides[-2], 0, STORE, _is_packed(m, b))
     for first in range(0, n_items, _BATCH_ITEMS):
-        tables = [addresses(operand, slice(first, first + _BATCH_ITEMS)) for operand in (a, b, c)]
-        work = len(tables[0]) * m * n * k
+        places = np.stack([addresses(operand, slice(first, first + _BATCH_ITEMS)) for operand in (a, b, c)], axis=1)
+        work = len(places) * m * n * k
 
-        def multiply_some(items: slice, _call: pool.Call, *, tables: list[Array] = tables) -> None:
-            multiply(zero, *(table[items] for table in tables), *sizes, scratch())
+        def multiply_some(items: slice, _call: pool.Call, *, places: Array = places) -> None:
+            multiply(zero, places[items].reshape(-1), *sizes, scratch())
 
-        some = cut(len(tables[0]), max(min(MANY, work // GRAIN), work // _BATCH_WORK), 1)
+        some = cut(len(places), max(min(MANY, work // GRAIN), work // _BATCH_WORK), 1)
         run([functools.partial(multiply_some, items) for items in some], work)

@@ -80,16 +80,23 @@ class Lanes:
         return vectors
 
     @property
-    def block_terms(self) -> int:
-        """How many terms of each lane are read at once, 16 bytes: what all shuffles can move cheaply."""
+    def block_parts(self) -> int:
+        """How many parts of terms are read at once from each lane, 16 bytes: what all shuffles can move cheaply."""
         return min(_BLOCK_BYTES // self._element.part_bytes, len(self._addresses))
 
-    def block_at(self, offset: Any) -> list[Any]:
-        """Return the vectors of ``block_terms`` consecutive terms. For contiguous terms of one part."""
-        builder, n = self._builder, self.block_terms
+    @property
+    def block_terms(self) -> int:
+        """How many terms these are."""
+        return self.block_parts // self._element.parts
+
+    def block_at(self, offset: Any) -> list[list[Any]]:
+        """Return the vectors of ``block_terms`` consecutive terms, one for each part. For contiguous terms."""
+        builder, n = self._builder, self.block_parts
         kind = vector_type(self._element.scalar, n)
         pieces = [load(builder, builder.add(address, offset), kind) for address in self._addresses]
-        return transposed(builder, [concatenated(builder, pieces[k::n]) for k in range(n)])
+        vectors = transposed(builder, [concatenated(builder, pieces[k::n]) for k in range(n)])
+        parts = self._element.parts
+        return [vectors[first : first + parts] for first in range(0, n, parts)]
 
 
 class _Pack:
@@ -142,15 +149,13 @@ class _Pack:
             builder, self.element, [builder.add(source, builder.mul(place, given["b_column"])) for place in places]
         )
         begin = variable(builder, integer(0))
-        if self.element.parts == 1:
-            contiguous = builder.icmp_signed("==", given["b_term"], integer(self.element.n_bytes))
-            with builder.if_then(contiguous):
-                whole = builder.and_(given["n_terms"], integer(-lanes.block_terms))
-                with for_range(builder, whole, lanes.block_terms) as term:
-                    for k, vector in enumerate(lanes.block_at(builder.mul(term, integer(self.element.n_bytes)))):
-                        at = builder.mul(builder.add(term, integer(k)), self.term_bytes)
-                        store(builder, vector, builder.add(target, at))
-                builder.store(whole, begin)
+        contiguous = builder.icmp_signed("==", given["b_term"], integer(self.element.n_bytes))
+        with builder.if_then(contiguous):
+            whole = builder.and_(given["n_terms"], integer(-lanes.block_terms))
+            with for_range(builder, whole, lanes.block_terms) as term:
+                for k, vectors in enumerate(lanes.block_at(builder.mul(term, integer(self.element.n_bytes)))):
+                    self._store_term(builder.add(term, integer(k)), vectors, target)
+            builder.store(whole, begin)
         with for_range(builder, given["n_terms"], start=builder.load(begin)) as term:
             self._store_term(term, lanes.at(builder.mul(term, given["b_term"])), target)
 

@@ -7,7 +7,16 @@ the kernel. The bits do not depend on which of the ways here an output is comput
 import numba
 
 from accel_ops.cpu.chains import multiply_blocks, multiply_matrix, multiply_rows
-from accel_ops.cpu.elements import item_bytes, panel_columns, row_step, tile_columns, tile_lanes
+from accel_ops.cpu.elements import (
+    blocks_of_chains,
+    item_bytes,
+    lanes_of_chains,
+    panel_columns,
+    row_step,
+    rows_of_chains,
+    tile_columns,
+    tile_lanes,
+)
 from accel_ops.cpu.jit import compiled
 from accel_ops.cpu.outputs import RESUME, add_row
 from accel_ops.cpu.packing import pack_columns
@@ -21,23 +30,24 @@ __all__ = ["add_blocks", "multiply", "multiply_pairs", "multiply_rows_by_vector"
 
 @compiled
 def multiply(
-    zero, a_table, b_table, c_table, m, n, k, a_row, a_term, b_term, b_column, c_row, c_block, start, packs, scratch
+    zero, places_table, m, n, k, a_row, a_term, b_term, b_column, c_row, c_block, start, packs, scratch
 ):
     """Multiply each a (m x k) with its b (k x n) into its c (m x n), whose rows are contiguous.
 
-    The tables hold where the operands begin. ``start`` is what becomes of the first block of terms: STORE or ADD.
+    The table holds where each a, its b and its c begin. ``start`` is what becomes of the first block of terms: STORE or ADD.
     With ``c_block`` each block's result goes to an output of its own, so many bytes further on.
     """
     mode = enter_default_mode()
-    for item in range(len(c_table)):
+    for item in range(0, len(places_table), 3):
+        a_item, b_item, c_item = places_table[item], places_table[item + 1], places_table[item + 2]
         for column in range(0, n, panel_columns(zero)):
             width = min(panel_columns(zero), n - column)
-            c = c_table[item] + column * item_bytes(zero)
+            c = c_item + column * item_bytes(zero)
             does = start
             for term in range(0, k, PRODUCT_BLOCK):
                 depth = min(PRODUCT_BLOCK, k - term)
-                a = a_table[item] + term * a_term
-                b = b_table[item] + term * b_term + column * b_column
+                a = a_item + term * a_term
+                b = b_item + term * b_term + column * b_column
                 if packs:
                     _pack(zero, b, b_term, b_column, depth, width, scratch)
                     _multiply_panel(zero, m, width, depth, a, a_row, a_term, scratch, 0, c, c_row, does)
@@ -133,15 +143,23 @@ def _add_rows(zero, depth, a, a_term, b, b_term, c, width, does):
 def multiply_rows_by_vector(zero, a, a_row, a_term, b, b_term, m, k, c, start):
     """Multiply a (m x k) with the vector b (k) into the contiguous c (m)."""
     mode = enter_default_mode()
-    for row in range(0, m, tile_lanes(zero)):
-        rows = min(tile_lanes(zero), m - row)
-        at = c + row * item_bytes(zero)
+    row = 0
+    while row < m:
+        rows = rows_of_chains(zero)
+        blocks = blocks_of_chains(zero)
+        if m - row < rows:
+            rows, blocks = min(lanes_of_chains(zero), m - row), 1
         does = start
-        for term in range(0, k, PRODUCT_BLOCK):
-            depth = min(PRODUCT_BLOCK, k - term)
-            x = b + term * b_term
-            multiply_matrix(zero, rows, depth, a + row * a_row + term * a_term, a_row, a_term, x, b_term, at, does)
+        term = 0
+        while term < k:
+            depth = blocks * PRODUCT_BLOCK
+            if k - term < depth:
+                depth = min(PRODUCT_BLOCK, k - term)
+            matrix, x = a + row * a_row + term * a_term, b + term * b_term
+            multiply_matrix(zero, rows, depth, matrix, a_row, a_term, x, b_term, c + row * item_bytes(zero), does)
             does = ADD
+            term += depth
+        row += rows
     restore_mode(mode)
 
 
@@ -149,8 +167,8 @@ def multiply_rows_by_vector(zero, a, a_row, a_term, b, b_term, m, k, c, start):
 def multiply_pairs(zero, a_table, b_table, a_term, b_term, k, c):
     """Multiply pairs of rows of up to a block's terms, whose addresses are in the tables, into the contiguous c."""
     mode = enter_default_mode()
-    for first in range(0, len(a_table), tile_lanes(zero)):
-        n_chains = min(tile_lanes(zero), len(a_table) - first)
+    for first in range(0, len(a_table), lanes_of_chains(zero)):
+        n_chains = min(lanes_of_chains(zero), len(a_table) - first)
         a, b = a_table[first:].ctypes.data, b_table[first:].ctypes.data
         multiply_rows(zero, n_chains, k, a, 0, a_term, b, b_term, c + first * item_bytes(zero), STORE)
     restore_mode(mode)
@@ -161,8 +179,8 @@ def multiply_vectors(zero, a, b, n_blocks, c):
     """Multiply two contiguous vectors of whole blocks, each block into one of the contiguous c."""
     mode = enter_default_mode()
     size = item_bytes(zero)
-    for first in range(0, n_blocks, tile_lanes(zero)):
-        n_chains = min(tile_lanes(zero), n_blocks - first)
+    for first in range(0, n_blocks, lanes_of_chains(zero)):
+        n_chains = min(lanes_of_chains(zero), n_blocks - first)
         at = first * PRODUCT_BLOCK * size
         multiply_blocks(zero, n_chains, PRODUCT_BLOCK, a + at, 0, size, b + at, size, c + first * size, STORE)
     restore_mode(mode)

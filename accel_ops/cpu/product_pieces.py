@@ -13,7 +13,7 @@ import numpy as np
 
 from accel_ops import budget
 from accel_ops.cpu import pool
-from accel_ops.cpu.copying import address
+from accel_ops.cpu.memory import address
 from accel_ops.cpu.jit import kernel
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "PANEL_COLUMNS",
     "STEP_WORK",
     "STORE",
+    "UNCANCELLED",
     "Piece",
     "Product",
     "add_blocks",
@@ -47,7 +48,7 @@ PANEL_COLUMNS = 528  # of the right operand that are packed at once: with 256 te
 MANY = 4  # pieces, at least, of what is worth sharing
 STORE, ADD = 0, 1  # what becomes of a block's result: see cpu/outputs.py, which only kernels import
 
-_uncancelled = pool.Call()  # what pieces are given that run on the calling thread alone
+UNCANCELLED = pool.Call()  # what pieces are given that run on the calling thread alone
 
 
 class Product(NamedTuple):
@@ -81,7 +82,7 @@ def run(pieces: Sequence[Piece], work: int) -> None:
     threads = budget.get_num_threads() if work >= 2 * GRAIN and len(pieces) > 1 else 1
     if threads == 1:
         for piece in pieces:
-            piece(_uncancelled)
+            piece(UNCANCELLED)
         return
     call = pool.Call()
     pool.run(

@@ -60,10 +60,10 @@ def _multiply(product: Product) -> None:
     n_items = math.prod(stack)
     if m == n == 1:
         multiply_vectors(product)
-    elif m * n * k <= SMALL_WORK and not m == n_items == 1:
+    elif m * n * k <= SMALL_WORK and n_items > 1:
         multiply_small(product)
     elif n_items == 1:
-        (multiply_row if m == 1 else multiply_parts)(product.item((0,) * len(stack)))
+        (multiply_row if m == 1 else multiply_parts)(product.item((0,) * len(stack)) if stack else product)
     else:
         cut = row_pieces if m == 1 else parts
         run([piece for index in np.ndindex(stack) for piece in cut(product.item(index))], n_items * m * n * k)

@@ -6,12 +6,13 @@ import math
 import numpy as np
 
 from accel_ops.cpu import pool
-from accel_ops.cpu.copying import address
-from accel_ops.cpu.matrix_products import multiply_split, scratch
+from accel_ops.cpu.memory import address
+from accel_ops.cpu.matrix_products import SMALL_WORK, multiply_split, scratch
 from accel_ops.cpu.product_pieces import (
     ADD,
     STEP_WORK,
     STORE,
+    UNCANCELLED,
     Array,
     Piece,
     Product,
@@ -38,6 +39,8 @@ def multiply_row(product: Product) -> None:
     _, n, k = product.sizes
     if n < _CHAIN_MULTIPLE <= k // PRODUCT_BLOCK:
         multiply_split(product)
+    elif n * k <= SMALL_WORK:
+        (_multiply_rows if _has_rows(product.b) else _multiply_columns)(product, UNCANCELLED)
     else:
         run(row_pieces(product), work_of_bytes(k * n * product.b.itemsize))
 
@@ -46,13 +49,18 @@ def row_pieces(product: Product) -> list[Piece]:
     """Cut the product of a row and a matrix by the matrix's columns."""
     _, n, k = product.sizes
     b = product.b
-    if b.strides[1] == b.itemsize and b.strides[0] != 0 and b.dtype.kind != "c":
+    if _has_rows(b):
         step, multiply = _RUN_COLUMNS, _multiply_rows
     else:
         step = max(1, _RUN_BYTES // (k * b.itemsize * _CHAIN_MULTIPLE)) * _CHAIN_MULTIPLE
         multiply = _multiply_columns
     starts = range(0, n, step)
     return [functools.partial(multiply, product.part(slice(None), slice(s, s + step))) for s in starts]
+
+
+def _has_rows(b: Array) -> bool:
+    """Return whether a matrix is best read row by row."""
+    return b.strides[1] == b.itemsize and b.strides[0] != 0 and b.dtype.kind != "c"
 
 
 def _multiply_rows(product: Product, call: pool.Call) -> None:
@@ -79,6 +87,8 @@ def _steps(product: Product) -> list[tuple[Array, Array, int]]:
     """Cut the terms into steps, after each of which an interrupt takes effect."""
     a, b, c, _ = product
     step = max(1, STEP_WORK // (_COST * c.size * PRODUCT_BLOCK)) * PRODUCT_BLOCK
+    if step >= len(b):
+        return [(a, b, STORE)]
     starts = range(0, len(b), step)
     return [(a[:, s : s + step], b[s : s + step], STORE if s == 0 else ADD) for s in starts]
 
@@ -97,6 +107,9 @@ def multiply_vectors(product: Product) -> None:
     totals = results.reshape(1, -1)
     strides = (a.strides[-1], b.strides[-2])
     multiply = product.kernel("multiply_pairs")
+    if n_items == 1:
+        multiply(np.array((address(a),)), np.array((address(b),)), *strides, k, address(c))
+        return
     step = max(_CHAIN_MULTIPLE, _PAIR_WORK // k)
     many = max(_CHAIN_MULTIPLE, _PAIRS // n_blocks)
     for first in range(0, n_items, many):
