@@ -1,4 +1,9 @@
-"""accel_ops: stage batches at the speed of memory, and compute the same bits every time."""
+"""accel_ops: stage batches at the speed of memory, and compute the same bits every time.
+
+Staging is imported at once, what computes at its first use: `import accel_ops` stays cheap for those who only stage.
+"""
+
+from typing import TYPE_CHECKING
 
 from accel_ops import threadpools
 from accel_ops.batches import Batch, batch
@@ -17,8 +22,10 @@ from accel_ops.errors import (
     UnsupportedDTypeError,
 )
 from accel_ops.parallel_array_ops import ParallelArrayOps
-from accel_ops.products import dot, inner, matmul, matvec, outer, tensordot, vecdot, vecmat
 from accel_ops.staging import concatenate, stack
+
+if TYPE_CHECKING:
+    from accel_ops.products import dot, inner, matmul, matvec, outer, tensordot, vecdot, vecmat
 
 __version__ = "0.1.0.dev0"
 
@@ -55,5 +62,25 @@ __all__ = [
     "vecdot",
     "vecmat",
 ]
+
+_IMPORTED_AT_FIRST_USE = dict.fromkeys(
+    ("dot", "inner", "matmul", "matvec", "outer", "tensordot", "vecdot", "vecmat"), "accel_ops.products"
+)
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a function that computes."""
+    if name not in _IMPORTED_AT_FIRST_USE:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    from accel_ops.cpu.native import import_apart
+
+    function = globals()[name] = getattr(import_apart(_IMPORTED_AT_FIRST_USE[name]), name)
+    return function
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 threadpools.register()

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from accel_ops.cpu import pool
-from accel_ops.cpu import products as cpu_products
 from accel_ops.cpu import staging as cpu
 from accel_ops.errors import BackendUnavailableError
 
@@ -57,7 +56,9 @@ class ProductBackend(Protocol):
 
 def backend_of(_arrays: Sequence[Array]) -> ProductBackend:
     """Return the backend where arrays lie: all in host memory, as far as there is no other backend."""
-    return cpu_products
+    from accel_ops.cpu import products  # with its compiled kernels, which staging does without
+
+    return products
 
 
 def backend_for(accelerator: object) -> Backend:

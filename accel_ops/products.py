@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import accel_ops.cpu.products  # noqa: F401 - together with this module, apart from signals: see native.import_apart
 from accel_ops import dispatch
 from accel_ops.arguments import (
     as_array,

@@ -815,6 +815,43 @@ def test_a_child_forked_while_a_thread_imports_the_compiler_can_compile(module):
     )
 
 
+@pytest.mark.parametrize("forks", ["another thread", "a handler of the thread that waits for it"])
+def test_a_child_forked_while_products_are_imported_can_multiply(forks):
+    """The first use of a product imports its module, and no child inherits half of that."""
+    run(
+        """
+        inside, forked, children = threading.Event(), threading.Event(), []
+        multiply = lambda: np.testing.assert_array_equal(ops.matmul(np.eye(3), np.eye(3)), np.eye(3))
+
+        class Slow:
+            def find_spec(self, name, path=None, target=None):
+                if name == "accel_ops.cpu.vector_products":
+                    inside.set()
+                    forked.wait(20)
+                return None
+
+        assert "accel_ops.products" not in sys.modules
+        sys.meta_path.insert(0, Slow())
+        release = threading.Timer(2, forked.set)  # for a fork that waits until the import is over
+        release.start()
+        if sys.argv[1] == "another thread":
+            thread = threading.Thread(target=multiply)
+            thread.start()
+            inside.wait(20)
+            children.append(in_child(multiply))
+            thread.join()
+        else:
+            signal.signal(signal.SIGALRM, lambda *_: children.append(in_child(multiply)))
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            multiply()
+        assert inside.is_set()
+        check(*children)
+        multiply()
+        """,
+        arguments=[forks],
+    )
+
+
 def test_a_fork_from_within_an_import_of_a_compiler_does_not_wait_for_it():
     """A handler that forks while its own thread imports llvmlite gets its child at once."""
     run(

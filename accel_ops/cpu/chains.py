@@ -13,7 +13,17 @@ from numba import types
 from numba.extending import intrinsic
 
 from accel_ops.cpu.elements import Element, chain_blocks, chain_groups, chain_lanes, element_of
-from accel_ops.cpu.emit import CACHE_LINE_BYTES, broadcast, for_range, integer, load, minimum, opaque, prefetch, variable
+from accel_ops.cpu.emit import (
+    CACHE_LINE_BYTES,
+    broadcast,
+    for_range,
+    integer,
+    load,
+    minimum,
+    opaque,
+    prefetch,
+    variable,
+)
 from accel_ops.cpu.outputs import Outputs
 from accel_ops.cpu.packing import Lanes
 from accel_ops.cpu.product_pieces import ADD
@@ -68,7 +78,6 @@ def _chains_function(module: Any, element: Element, operands: str) -> Any:
         return module.globals[name]
     function = internal_function(module, name, len(_ARGUMENTS))
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    n_chains = function.args[0]
     n_chains, n_terms = function.args[:2]
     if operands == "matrix":
         n_groups = chain_groups(element)

@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 _MOST_LANES = 16
-_ROWS_OF_CHAINS = 8  # of a matrix are read at once: 16 that lie a power of two apart share 8 ways of the first-level cache
+# Rows of a matrix that are read at once: 16 that lie a power of two apart would share 8 ways of the first-level cache.
+_ROWS_OF_CHAINS = 8
 
 
 class Element(NamedTuple):

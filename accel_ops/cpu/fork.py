@@ -2,8 +2,8 @@
 
 A child has only the thread that forked. A lock that another thread held is held there for ever, and so is a
 module that it was importing. So before a fork the forking thread waits until nobody compiles and nobody imports
-a compiler, and keeps it so until the fork is done. Everything else is built so that nothing is ever held: the
-pool starts afresh in the child, the memory cache consists of atomic steps.
+a compiler or what is imported here at first use, and keeps it so until the fork is done. Everything else is built
+so that nothing is ever held: the pool starts afresh in the child, the memory cache consists of atomic steps.
 """
 
 import contextlib
@@ -46,7 +46,8 @@ def _is_importing_here() -> bool:
     """Return whether this fork comes from within such an import, by a signal handler say."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in COMPILERS:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if frame.f_code.co_name == "<module>" and package in (*COMPILERS, "accel_ops"):
             return True
         frame = frame.f_back
     return False

@@ -8,21 +8,16 @@ exception in the middle would leave locks taken; the right to compile, which a f
 import contextlib
 import functools
 import importlib
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from accel_ops.cpu import pool
-from accel_ops.cpu.native import has_address_space, the_compiler
+from accel_ops.cpu.native import has_address_space, run_apart_until_done, the_compiler
 
 __all__ = ["Kernel", "compiled", "kernel"]
 
 Kernel = Callable[..., None]
-
-_PATIENCE_S = 60.0  # after which another attempt begins: the thread of the first may have been lost by a fork
-_POLL_S = 0.001
 
 _kernels: dict[tuple[str, str, np.dtype[Any]], Kernel] = {}
 
@@ -46,16 +41,7 @@ def _load(module: str, name: str, dtype: np.dtype[Any]) -> Kernel:
     if not has_address_space():
         msg = f"compiling a kernel for {dtype} needs 512 MiB of address space, which was refused; raise the limit"
         raise MemoryError(msg)
-    attempt = object()
-    found = None
-    try:
-        while not the_compiler.take_unless_held_here(attempt):
-            time.sleep(_POLL_S)
-        while found is None:
-            found = pool.run_apart(functools.partial(_compile, module, name, dtype), _PATIENCE_S)
-    finally:
-        the_compiler.drop(attempt)
-    return found
+    return the_compiler.held_for(lambda: run_apart_until_done(lambda: _compile(module, name, dtype)))
 
 
 def _compile(module: str, name: str, dtype: np.dtype[Any]) -> Kernel:

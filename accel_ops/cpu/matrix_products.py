@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from accel_ops.cpu import pool
-from accel_ops.cpu.memory import address
 from accel_ops.cpu.emit import CACHE_LINE_BYTES
 from accel_ops.cpu.jit import kernel
+from accel_ops.cpu.memory import address
 from accel_ops.cpu.product_pieces import (
     ADD,
     GRAIN,

@@ -12,12 +12,15 @@ when the interpreter is ending, and where address space is short, there is no ke
 
 import ctypes
 import functools
+import importlib
 import itertools
 import mmap
 import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 from accel_ops.cpu import pool
 
@@ -27,9 +30,11 @@ __all__ = [
     "Kernel",
     "compile_kernel",
     "has_address_space",
+    "import_apart",
     "is_being_imported",
     "kept",
     "require",
+    "run_apart_until_done",
     "the_compiler",
 ]
 
@@ -39,11 +44,13 @@ _RESERVE_BYTES = 512 << 20
 
 COMPILERS = ("llvmlite", "llvmlite.binding", "numba")
 
-_PATIENCE_S = 10.0  # how long a call waits for a kernel before it goes on without
+_POLL_S = 0.001
+_PATIENCE_S = 10.0  # how long a call waits for a kernel before it goes on without one
 _LOCK_PATIENCE_S = 0.1  # and for llvmlite to become free
 
 Kernel = Callable[..., int]
 _Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 _serial = itertools.count()
 
@@ -70,6 +77,16 @@ class Claim:
     def take_unless_held_here(self, attempt: object) -> bool:
         """Take the right if it is free; return whether no other thread has it now."""
         return self.take(attempt) or self._holder.get("holder", (0, None))[0] == threading.get_ident()
+
+    def held_for(self, work: Callable[[], _Result]) -> _Result:
+        """Do some work when no other thread has the right, and let none take it meanwhile."""
+        attempt = object()
+        try:
+            while not self.take_unless_held_here(attempt):
+                time.sleep(_POLL_S)
+            return work()
+        finally:
+            self.drop(attempt)
 
 
 the_compiler = Claim()
@@ -149,9 +166,23 @@ def _compile(name: str, n_arguments: int, build: Callable[[Any], None]) -> int |
         lock.release()
 
 
+def import_apart(name: str) -> ModuleType:
+    """Import a module of this package on a thread that no signal reaches, and not while the process forks."""
+    return the_compiler.held_for(lambda: run_apart_until_done(lambda: importlib.import_module(name)))
+
+
+def run_apart_until_done(function: Callable[[], _Result]) -> _Result:
+    """Run a function on a thread that no signal reaches; again if it is lost, with that thread, by a fork."""
+    result = None
+    while result is None:
+        result = pool.run_apart(function, _PATIENCE_S)
+    return result
+
+
 def is_being_imported() -> bool:
-    """Return whether a thread is in the middle of importing a compiler."""
-    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in COMPILERS)
+    """Return whether a thread is in the middle of importing a compiler, or what is imported here at first use."""
+    names = [*COMPILERS, *(name for name in tuple(sys.modules) if name.startswith("accel_ops."))]
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in names)
     return any(getattr(spec, "_initializing", False) for spec in specs)
 
 

@@ -29,13 +29,11 @@ __all__ = ["add_blocks", "multiply", "multiply_pairs", "multiply_rows_by_vector"
 
 
 @compiled
-def multiply(
-    zero, places_table, m, n, k, a_row, a_term, b_term, b_column, c_row, c_block, start, packs, scratch
-):
+def multiply(zero, places_table, m, n, k, a_row, a_term, b_term, b_column, c_row, c_block, start, packs, scratch):
     """Multiply each a (m x k) with its b (k x n) into its c (m x n), whose rows are contiguous.
 
-    The table holds where each a, its b and its c begin. ``start`` is what becomes of the first block of terms: STORE or ADD.
-    With ``c_block`` each block's result goes to an output of its own, so many bytes further on.
+    The table holds where each a, its b and its c begin. ``start`` is what becomes of the first block of terms: STORE or
+    ADD. With ``c_block`` each block's result goes to an output of its own, so many bytes further on.
     """
     mode = enter_default_mode()
     for item in range(0, len(places_table), 3):

@@ -13,8 +13,8 @@ import numpy as np
 
 from accel_ops import budget
 from accel_ops.cpu import pool
-from accel_ops.cpu.memory import address
 from accel_ops.cpu.jit import kernel
+from accel_ops.cpu.memory import address
 
 __all__ = [
     "ADD",

@@ -6,8 +6,8 @@ import math
 import numpy as np
 
 from accel_ops.cpu import pool
-from accel_ops.cpu.memory import address
 from accel_ops.cpu.matrix_products import SMALL_WORK, multiply_split, scratch
+from accel_ops.cpu.memory import address
 from accel_ops.cpu.product_pieces import (
     ADD,
     STEP_WORK,
