@@ -173,8 +173,8 @@ def cached_product(dtype: str) -> tuple[Callable[[int], None], int]:
 
     def run(thread: int) -> None:
         a, b, c = pairs[thread]
-        tables = (np.full(PEAK_PRODUCTS, x.ctypes.data) for x in (a, b, c))
-        multiply(zero, *tables, m, n, k, *a.strides, *b.strides, c.strides[0], 0, 0, False, 0)
+        places = np.tile([x.ctypes.data for x in (a, b, c)], PEAK_PRODUCTS)
+        multiply(zero, places, m, n, k, *a.strides, *b.strides, c.strides[0], 0, 0, False, 0)
 
     return run, 2 * m * n * k * PEAK_PRODUCTS
 
