@@ -1,19 +1,22 @@
-"""Which backend does the work: what an ``accelerator=`` argument names, and whether it is there."""
+"""Which backend does the work. Nothing else imports the GPU's."""
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from accel_ops.cpu import pool
 from accel_ops.cpu import staging as cpu
-from accel_ops.errors import BackendUnavailableError
+from accel_ops.cpu.memory import address
+from accel_ops.devices import device_index
 
-__all__ = ["Array", "Backend", "ProductBackend", "backend_for", "backend_of"]
+if TYPE_CHECKING:
+    from accel_ops.gpu.staging import DeviceStaging
+
+__all__ = ["Array", "Backend", "ProductBackend", "backend_for", "backend_of", "device_staging", "is_pinned"]
 
 Array = np.ndarray[Any, Any]
 
@@ -67,46 +70,24 @@ def backend_for(accelerator: object) -> Backend:
     Raises
     ------
     BackendUnavailableError
-        It names a device: none can be used by this version.
+        It names a device that is not there, or that cannot be used without CuPy.
+    ForkedDeviceError
+        It names a device, and this process was forked from one that had used one.
     TypeError
         It names nothing that could be a device.
     """
-    if accelerator is None or (name := _device_name(accelerator)) == "cpu":
-        return cpu
-    msg = (
-        f"accelerator={accelerator!r} names the device {name}, which is not there: this version of accel_ops "
-        f"has no GPU backend yet, nor does installing cupy-cuda12x or cupy-cuda13x add one; "
-        f"pass accelerator=None to use plain host memory"
-    )
-    raise BackendUnavailableError(msg)
+    index = device_index(accelerator)
+    return cpu if index is None else device_staging(index)
 
 
-def _device_name(accelerator: object) -> str:
-    """Return "cpu" or "cuda:<index>" for every form of device that is understood."""
-    if isinstance(accelerator, str):
-        kind, colon, index = accelerator.partition(":")
-        if accelerator == "cpu":
-            return "cpu"
-        if kind == "cuda" and (not colon or (index.isascii() and index.isdecimal())):
-            return f"cuda:{index or 0}"
-    elif _is_instance(accelerator, "torch", "device"):
-        torch_device: Any = accelerator
-        return "cpu" if torch_device.type == "cpu" else f"{torch_device.type}:{torch_device.index or 0}"
-    elif _is_instance(accelerator, "cupy.cuda", "Device"):
-        cupy_device: Any = accelerator
-        return f"cuda:{cupy_device.id}"
-    elif isinstance(accelerator, (int, np.integer)) and not isinstance(accelerator, bool):
-        number = operator.index(accelerator)
-        if number >= 0:
-            return f"cuda:{number}"
-    msg = (
-        f"accelerator must be None, 'cpu', 'cuda', 'cuda:<index>', an index of 0 or more, a torch.device or a "
-        f"cupy.cuda.Device, got {accelerator!r}; pass None for plain host memory"
-    )
-    raise TypeError(msg)
+def device_staging(index: int) -> DeviceStaging:
+    """Return what stages for a device."""
+    from accel_ops.gpu.staging import staging_for  # which makes the first CUDA calls
+
+    return staging_for(index)
 
 
-def _is_instance(value: object, module: str, name: str) -> bool:
-    """Return whether a value is of a class of a library, which then has been imported already."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return isinstance(kind, type) and isinstance(value, kind)
+def is_pinned(array: Array) -> bool:
+    """Return whether an array lies in page-locked memory, as far as this process has used a device."""
+    driver = sys.modules.get("accel_ops.gpu.driver")
+    return driver is not None and any(each.is_pinned(address(array)) for each in driver.opened())

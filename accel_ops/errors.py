@@ -3,6 +3,7 @@
 AccelOpsError
 ├── BackendUnavailableError (RuntimeError)    a named accelerator is not there
 ├── DTypeMismatchError (TypeError, ValueError) arrays of different dtypes, and no ``dtype=`` to cast to
+├── ForkedDeviceError (RuntimeError)          a device is used by a process forked from one that had used it
 ├── ShapeMismatchError (ValueError)           arrays whose shapes do not fit together
 ├── UnsupportedArrayError (TypeError)         an array that would lose what it carries
 ├── UnsupportedDTypeError (TypeError)         a dtype that the operation has no kernel for
@@ -23,6 +24,7 @@ __all__ = [
     "AccelOpsError",
     "BackendUnavailableError",
     "DTypeMismatchError",
+    "ForkedDeviceError",
     "HostMemoryWarning",
     "ShapeMismatchError",
     "ShutdownError",
@@ -44,6 +46,10 @@ class BackendUnavailableError(AccelOpsError, RuntimeError):
 
 class DTypeMismatchError(AccelOpsError, TypeError, ValueError):
     """Arrays of different dtypes were given without saying which one they should have."""
+
+
+class ForkedDeviceError(AccelOpsError, RuntimeError):
+    """A device call in a process whose parent had used a device before it forked: CUDA does not survive a fork."""
 
 
 class ShapeMismatchError(AccelOpsError, ValueError):

@@ -24,9 +24,11 @@ BYTE = np.dtype(np.uint8)
 def fresh_cache(monkeypatch):
     """Start with an empty cache of 64 MiB; blocks of other tests' arrays go back to the one they came from."""
     monkeypatch.setenv("ACCEL_OPS_CACHE_MIB", "64")
-    fresh = memory._Cache()
+    fresh = memory.BlockCache(memory._Block, memory.kept_bytes)
     monkeypatch.setattr(memory, "_cache", fresh)
-    return fresh
+    memory.kept_bytes.cache_clear()
+    yield fresh
+    memory.kept_bytes.cache_clear()
 
 
 def block(mib):

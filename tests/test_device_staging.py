@@ -1,0 +1,340 @@
+"""Staging onto a device: the right bytes however late the device is. Nothing here needs one: see adversary.py."""
+
+import gc
+import inspect
+import os
+import random
+import signal
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from adversary import CALLER, FOREIGN, Adversary
+from child_processes import run_child
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accel_ops as ops
+from accel_ops.gpu import driver as drivers
+from accel_ops.gpu import memory, staging
+
+# How many random schedules are tried; the full figure is 10,000.
+SCHEDULES = int(os.environ.get("ACCEL_OPS_TEST_SCHEDULES", "1000"))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A late device as cuda:0, with chunks so small that a few kilobytes take many."""
+    return installed(monkeypatch, Adversary())
+
+
+def installed(monkeypatch, device):
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(drivers, "_drivers", {0: device})
+    monkeypatch.setattr(drivers, "_inherited", set())
+    monkeypatch.setattr(staging, "_stagings", {})
+    return device
+
+
+def seen(device, array):
+    """What work in the caller's stream finds in an array, at the latest possible time."""
+    values = array.read()
+    device.finish()
+    assert device.violations == []
+    return values[0]
+
+
+# --- cutting
+
+
+@st.composite
+def joins(draw):
+    shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=4))
+    axis = draw(st.integers(0, len(shape) - 1))
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
+    arrays = []
+    for length in lengths:
+        size = [length if k == axis else n for k, n in enumerate(shape)]
+        order = draw(st.permutations(range(len(shape))))
+        array = np.random.default_rng(len(arrays)).integers(0, 1 << 30, [size[k] for k in order], dtype=np.int32)
+        arrays.append(array.transpose(np.argsort(order)))
+    return arrays, axis
+
+
+@given(join=joins(), n_bytes=st.sampled_from([4, 8, 12, 100, 1000]))
+def test_the_parts_of_a_join_follow_one_another(join, n_bytes):
+    """Joined and laid end to end they are the whole; none is empty or larger than allowed."""
+    arrays, axis = join
+    expected = np.concatenate(arrays, axis)
+    parts = list(staging.cut(arrays, axis, expected.shape, n_bytes, 4))
+    joined = [np.concatenate(part.arrays, part.axis) if part.shape else np.array(part.arrays[0]) for part in parts]
+    assert [each.shape for each in joined] == [part.shape for part in parts]
+    assert all(0 < each.nbytes <= n_bytes for each in joined)
+    assert b"".join(each.tobytes() for each in joined) == expected.tobytes()
+
+
+# --- one call
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, None])
+def test_a_staged_batch_has_the_joined_bytes(device, axis):
+    arrays = [np.arange(600.0).reshape(4, 10, 15) + k for k in range(3)]
+    batch = ops.stage(arrays, axis, accelerator="cuda:0")
+    for array in arrays:
+        array[...] = -1  # the host's arrays are free again
+    expected = np.concatenate([np.arange(600.0).reshape(4, 10, 15) + k for k in range(3)], axis)
+    np.testing.assert_array_equal(seen(device, batch), expected)
+
+
+def test_a_batch_is_cast_on_the_way(device):
+    arrays = [np.linspace(0, 1, 1000), np.linspace(1, 2, 500, dtype=np.float32)]
+    batch = ops.stage(arrays, accelerator=0, dtype=np.float16)
+    assert batch.dtype == np.float16
+    np.testing.assert_array_equal(seen(device, batch), np.concatenate(arrays).astype(np.float16))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
+def test_an_empty_batch_is_no_copy(device, shape):
+    batch = ops.stage([np.zeros(shape), np.zeros(shape)], accelerator=0)
+    assert seen(device, batch).shape == np.concatenate([np.zeros(shape)] * 2).shape
+    assert device.calls["copy_to_device"] == 0
+
+
+def test_without_an_accelerator_the_batch_stays_on_the_host():
+    batch = ops.stage([np.ones(3), np.zeros(2)], accelerator=None)
+    assert isinstance(batch, np.ndarray)
+    assert batch.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_the_callers_stream_waits_for_the_copies_and_no_other_thread_does(device):
+    """Nothing is copied while the host is not in need of a chunk; what the stream does next finds the batch."""
+    small = ops.stage([np.arange(10.0)], accelerator=0)
+    assert device.calls["synchronize"] == 0
+    np.testing.assert_array_equal(seen(device, small), np.arange(10.0))
+
+
+def test_any_stream_can_be_named(device):
+    class Foreign:
+        def __cuda_stream__(self):
+            return (0, FOREIGN)
+
+    batch = ops.stage([np.arange(5000.0)], accelerator=0, stream=Foreign())
+    values = batch.read(FOREIGN)
+    device.finish()
+    np.testing.assert_array_equal(values[0], np.arange(5000.0))
+    with pytest.raises(TypeError, match="__cuda_stream__"):
+        ops.stage([np.zeros(3)], accelerator=0, stream="fast")
+
+
+def test_a_join_for_a_device_lies_in_pinned_memory(device):
+    batch = ops.concatenate([np.arange(10), np.arange(5)], accelerator="cuda:0")
+    assert device.is_pinned(batch.ctypes.data)
+    assert ops.is_pinned(batch)
+    assert batch.tolist() == [*range(10), *range(5)]
+    assert ops.is_pinned(batch[3:7].reshape(2, 2))
+    assert not ops.is_pinned(batch.copy())
+    stacked = ops.stack([np.zeros(3), np.ones(3)], accelerator="cuda:0")
+    assert ops.is_pinned(stacked)
+    assert stacked.shape == (2, 3)
+    with ops.batch([(2, 3), (1, 3)], np.float32, accelerator="cuda:0") as filled:
+        filled[0], filled[1] = np.zeros((2, 3)), np.ones((1, 3))
+    assert ops.is_pinned(filled.array)
+
+
+def test_objects_cannot_be_pinned(device):
+    with pytest.raises(ops.UnsupportedDTypeError, match="page-locked memory holds plain elements"):
+        ops.concatenate([np.array([None])], accelerator="cuda:0")
+
+
+# --- memory that the device still reads
+
+
+def test_a_pinned_array_may_die_before_its_copy(device):
+    """Its memory is not written again until the caller's copy, which the device does at the last moment, is done."""
+    results = []
+    for k in range(20):
+        batch = ops.concatenate([np.full(500, k, np.int64)], accelerator=0)
+        target = device.empty(batch.shape, batch.dtype, CALLER)
+        device.copy_to_device(target.address, batch.ctypes.data, batch.nbytes, CALLER)  # as a user's library does
+        results.append((k, target.read(), target))
+        del batch
+    device.finish()
+    assert device.violations == []
+    assert all((values[0] == k).all() for k, values, _ in results)
+
+
+def test_pinned_memory_is_used_again_when_the_device_has_done_with_it(device):
+    for _ in range(20):
+        del_me = ops.concatenate([np.zeros(1000)], accelerator=0)
+        del del_me
+        device.finish()
+    assert device.calls["allocate_pinned"] <= 2
+
+
+# --- schedules
+
+
+class InterruptedByAlarmError(Exception):
+    """What the handler raises."""
+
+
+def schedule(device, seed, *, forks, interrupts):
+    """A random program of stage, concatenate, copy, free, fork and interrupt; every byte is looked at in the end."""
+    rng = random.Random(seed)
+    kept = []  # host batches and device batches that are alive
+    checks = []  # what a stream saw, and what it should have
+
+    armed = False
+
+    def interrupt(*_):
+        if armed and device.depth:
+            device.interrupt = InterruptedByAlarmError()
+        elif armed:
+            raise InterruptedByAlarmError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for step in range(20):
+            value = rng.randrange(1 << 30)
+            lengths = [rng.choice([0, 300]) for _ in range(rng.randrange(1, 4))]
+            arrays = [np.arange(value, value + n) for n in lengths]
+            expected = np.concatenate(arrays)
+            try:
+                armed = interrupts and rng.random() < 0.2
+                if armed:
+                    signal.setitimer(signal.ITIMER_REAL, rng.random() * 1e-3)
+                action = rng.choice(["stage", "concatenate", "copy", "free"])
+                if action == "stage":
+                    stream = rng.choice([CALLER, FOREIGN])
+                    batch = ops.stage(arrays, accelerator=0, stream=stream)
+                    checks.append((batch.read(stream), expected))
+                    kept.append(batch)
+                elif action == "concatenate":
+                    kept.append((ops.concatenate(arrays, accelerator=0), expected))
+                elif action == "copy":
+                    hosts = [each for each in kept if isinstance(each, tuple)]
+                    if hosts:
+                        host, values = rng.choice(hosts)
+                        target = device.empty(host.shape, host.dtype, CALLER)
+                        device.copy_to_device(target.address, host.ctypes.data, host.nbytes, CALLER)
+                        checks.append((target.read(), values))
+                elif kept:
+                    kept.pop(rng.randrange(len(kept)))
+            except InterruptedByAlarmError:
+                pass
+            armed = False
+            device.interrupt = None
+            if len(kept) > 3:  # so that memory is used again
+                kept.pop(rng.randrange(len(kept)))
+            if step == 6 and forks:
+                _fork(kept)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    for host, values in (each for each in kept if isinstance(each, tuple)):
+        np.testing.assert_array_equal(host, values)
+    del kept
+    device.finish()
+    assert device.violations == [], device.violations
+    for values, expected in checks:
+        np.testing.assert_array_equal(values[0], expected)
+
+
+def _fork(kept):
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            with pytest.raises(ops.ForkedDeviceError, match="spawn"):
+                ops.stage([np.zeros(3)], accelerator=0)
+            with pytest.raises(ops.ForkedDeviceError):
+                ops.concatenate([np.zeros(3)], accelerator=0)
+            for host, values in (each for each in kept if isinstance(each, tuple)):
+                assert (host == values).all()
+            kept.clear()
+            gc.collect()
+            assert (ops.concatenate([np.zeros(3), np.ones(3)]) == [0, 0, 0, 1, 1, 1]).all()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+def test_random_schedules_lose_no_byte(eagerness):
+    """In a process of their own, which forks once in 50 schedules."""
+    source = f"""
+        import sys
+        sys.path[:0] = {[str(Path(__file__).parent)]!r}
+        import test_device_staging as these
+        these.run_schedules({SCHEDULES // 2}, {eagerness})
+        print("done")
+    """
+    assert run_child(source, deadline_s=600) == "done\n"
+
+
+def run_schedules(n, eagerness):
+    with pytest.MonkeyPatch.context() as patch:
+        for seed in range(n):
+            device = installed(patch, Adversary(seed, eagerness))
+            schedule(device, seed, forks=seed % 50 == 0, interrupts=True)
+            drivers._inherited.clear()
+
+
+# --- the adversary finds what it is there for
+
+
+def mutant(module, old, new):
+    """A module with one part of its source replaced."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, (old, source.count(old))
+    changed = types.ModuleType(module.__name__)
+    changed.__file__ = module.__file__
+    sys.modules[module.__name__], original = changed, sys.modules[module.__name__]
+    try:
+        exec(compile(source.replace(old, new), module.__file__, "exec"), changed.__dict__)
+    finally:
+        sys.modules[module.__name__] = original
+    return changed
+
+
+MUTANTS = {
+    "the event of a chunk is not waited for": (staging, "driver.synchronize(events[place])", "pass"),
+    "the ring is one chunk short": (staging, "chunk = chunks[place][:n_bytes]", "chunk = chunks[place % 2][:n_bytes]"),
+    "the caller's stream does not wait": (
+        staging,
+        "self.driver.wait(stream, self.driver.record(self._copying))",
+        "pass",
+    ),
+    "the copies do not wait for the caller's stream": (staging, "driver.wait(copying, driver.record(caller))", "pass"),
+    "pinned memory is given out as soon as it comes back": (
+        memory,
+        "[self._driver.record(stream) for stream in self._streams]",
+        "[]",
+    ),
+    "only the default stream is looked at": (memory, "(DEFAULT_STREAM, copying_stream)", "(DEFAULT_STREAM,)"),
+    "only our own stream is looked at": (memory, "(DEFAULT_STREAM, copying_stream)", "(copying_stream,)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_adversary_catches_a_mutant(name, monkeypatch):
+    """Within the schedules that the correct code passes."""
+    module, old, new = MUTANTS[name]
+    changed = mutant(module, old, new)
+
+    def try_schedules():
+        for seed in range(200):
+            device = installed(monkeypatch, Adversary(seed, 0.5 * (seed % 2)))
+            changed.CHUNK_BYTES = 1 << 10
+            if module is memory:
+                monkeypatch.setattr(staging, "PinnedMemory", changed.PinnedMemory)
+            else:
+                monkeypatch.setitem(staging._stagings, 0, changed.DeviceStaging(device))
+            schedule(device, seed, forks=False, interrupts=False)
+
+    with pytest.raises(AssertionError):
+        try_schedules()
