@@ -60,8 +60,7 @@ class CupyDriver:
         except ImportError as exc:
             msg = (
                 f"the device {name} is not there: it is used through CuPy, which cannot be imported ({exc}); install "
-                f"accel_ops[cuda12] or accel_ops[cuda13], which the driver supports, or pass accelerator=None for plain "
-                f"host memory"
+                f"accel_ops[cuda12] or accel_ops[cuda13], as the driver needs, or pass accelerator=None for host memory"
             )
             raise BackendUnavailableError(msg) from exc
         self._cupy = cupy
