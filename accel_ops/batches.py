@@ -5,17 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 import numpy as np
 
 from accel_ops import dispatch
 from accel_ops.arguments import as_array, as_iterable, check_casts, joined_shape, normalize_axis, plain_dtype
+from accel_ops.devices import device_index
 from accel_ops.dispatch import Array
 from accel_ops.errors import ShapeMismatchError, UnfilledSlotError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
+
+    from accel_ops.gpu.filling import Filling
 
 __all__ = ["Batch", "batch"]
 
@@ -29,10 +32,15 @@ class Batch:
         The whole, C-ordered and uninitialised: what nobody writes holds whatever lay there before.
     slots : tuple of ndarray
         The part of ``array`` that belongs to each input, in order. After writing into one, call `filled`.
+    staged : ndarray or cupy.ndarray
+        The whole where ``accelerator=`` says, when each slot has been filled: on the device, for use in the stream that
+        is current when it is asked for; or ``array``.
     """
 
-    def __init__(self, backend: dispatch.Backend, array: Array, slots: Sequence[Array]) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: dispatch.Backend, array: Array, slots: Sequence[Array], filling: Filling | None = None
+    ) -> None:
+        self._backend, self._filling = backend, filling
         self.array = array
         self.slots = tuple(slots)
         # Those with elements. Single operations on a dict are atomic.
@@ -82,8 +90,17 @@ class Batch:
         self.filled(position)
 
     def filled(self, index: SupportsIndex) -> None:
-        """Say that a slot has been written."""
-        self._unfilled.pop(self._position(index), None)
+        """Say that a slot has been written, for the last time: on its way to a device it is read from now on."""
+        position = self._position(index)
+        if self._filling is not None:
+            self._filling.filled(position)
+        self._unfilled.pop(position, None)
+
+    @property
+    def staged(self) -> Any:
+        """The whole where ``accelerator=`` says."""
+        self._check_filled()
+        return self.array if self._filling is None else self._filling.result()
 
     def __enter__(self) -> Self:
         return self
@@ -92,8 +109,12 @@ class Batch:
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Check that each slot has been filled, unless an exception is on its way already."""
+        if kind is None:
+            self._check_filled()
+
+    def _check_filled(self) -> None:
         missing = sorted(self._unfilled)
-        if kind is None and missing:
+        if missing:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
             msg = (
                 f"each slot must be filled before the batch is left, but {len(missing)} of {len(self)} are not: "
@@ -127,14 +148,16 @@ def batch(
     axis : int, default 0
         The axis along which the inputs follow one another.
     accelerator : None or "cpu" or device, default None
-        Whose pinned memory the whole shall lie in; None and "cpu" mean plain host memory.
+        Whose pinned memory the whole shall lie in, and where its parts are sent as soon as their slots are filled; None
+        and "cpu" mean plain host memory.
 
     Returns
     -------
     Batch
         A context manager. ``b.slots[i]`` is the writable view of input i and ``b.array`` the whole;
         ``b[i] = x`` checks the shape, copies and marks the slot as filled; after writing into ``b.slots[i]``
-        call ``b.filled(i)``. Leaving the block with a slot unfilled raises UnfilledSlotError.
+        call ``b.filled(i)``. Leaving the block with a slot unfilled raises UnfilledSlotError. ``b.staged`` is the
+        whole on the device.
 
     Raises
     ------
@@ -169,6 +192,7 @@ def batch(
     >>> b.array.shape
     (3, 3)
     """
+    device = device_index(accelerator)
     backend = dispatch.backend_for(accelerator)
     sizes = [_as_shape(shape) for shape in as_iterable(shapes, "batch")]
     if not sizes:
@@ -181,7 +205,8 @@ def batch(
         stop = start + shape[position]
         slots.append(whole[(*(slice(None),) * position, slice(start, stop))])
         start = stop
-    return Batch(backend, whole, slots)
+    filling = None if device is None else dispatch.device_staging(device).filling(whole, slots)
+    return Batch(backend, whole, slots, filling)
 
 
 def _as_shape(shape: Iterable[SupportsIndex]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,54 @@ def test_a_join_for_a_device_lies_in_pinned_memory(device):
     with ops.batch([(2, 3), (1, 3)], np.float32, accelerator="cuda:0") as filled:
         filled[0], filled[1] = np.zeros((2, 3)), np.ones((1, 3))
     assert ops.is_pinned(filled.array)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_parts_of_a_batch_travel_when_their_slots_are_filled(device, axis):
+    """Along the first axis each megabyte on its own, along another the whole."""
+    shapes = [(300, 400), (0, 400), (500, 400), (300, 400)] if axis == 0 else [(300, 400), (300, 0), (300, 700)]
+    values = [np.random.default_rng(k).standard_normal(shape) for k, shape in enumerate(shapes)]
+    with ops.batch(shapes, float, axis, accelerator=0) as batch:
+        sent = []
+        for k in reversed(range(len(shapes))):
+            batch[k] = values[k]
+            sent.append(device.calls["copy_to_device"])
+        with pytest.raises(ops.UnfilledSlotError):
+            _ = ops.batch(shapes, float, axis, accelerator=0).staged
+    assert sent == ([1, 1, 1, 2] if axis == 0 else [0, 0, 1])
+    np.testing.assert_array_equal(seen(device, batch.staged), np.concatenate(values, axis))
+    np.testing.assert_array_equal(batch.array, np.concatenate(values, axis))
+
+
+def test_many_threads_fill_a_batch_for_a_device(device):
+    n = 40
+    with ops.batch([(70, 500)] * n, np.float32, accelerator=0) as batch:
+
+        def fill(k):
+            batch.slots[k][...] = k
+            batch.filled(k)
+
+        with ThreadPoolExecutor(8) as producers:
+            list(producers.map(fill, range(n)))
+    assert device.calls["copy_to_device"] == 5  # of eight slots each
+    assert (seen(device, batch.staged) == np.repeat(np.arange(n), 70)[:, None]).all()
+
+
+def test_a_batch_that_is_given_up_leaves_no_copy_behind(device):
+    """Its memory on the device may be used again: the copies come before that in the stream."""
+    device.random.random = lambda: 0.6  # memory is reused
+    batch = ops.batch([(1 << 18,)] * 2, float, accelerator=0)
+    batch[0] = np.zeros(1 << 18)
+    del batch
+    gc.collect()
+    again = ops.stage([np.ones(1 << 19)], accelerator=0)
+    assert (seen(device, again) == 1).all()
+
+
+def test_a_batch_on_the_host_is_its_own_array():
+    with ops.batch([(2,)], float) as batch:
+        batch[0] = [1, 2]
+    assert batch.staged is batch.array
 
 
 def test_objects_cannot_be_pinned(device):

@@ -18,6 +18,7 @@ import numpy as np
 
 from accel_ops.cpu import staging as cpu
 from accel_ops.gpu.driver import Driver, driver_for
+from accel_ops.gpu.filling import Filling
 from accel_ops.gpu.memory import PinnedMemory
 
 __all__ = ["CHUNK_BYTES", "N_CHUNKS", "DeviceStaging", "Part", "cut", "staging_for"]
@@ -137,6 +138,10 @@ class DeviceStaging:
         finally:
             self._let_wait(caller)  # again, which is harmless: an interrupt may have fallen into the first
         return result
+
+    def filling(self, array: Array, slots: Sequence[Array]) -> Filling:
+        """Return the way to the device of a batch in page-locked memory that is filled slot by slot."""
+        return Filling(self.driver, self._copying, array, slots)
 
     def _let_wait(self, stream: int) -> None:
         """Let a stream go on only after the copies: even where they were cut short, for the output is freed in it."""
