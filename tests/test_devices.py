@@ -152,3 +152,10 @@ def test_looking_for_devices_loads_no_cuda():
         print("done")
     """
     assert run_child(source, deadline_s=20) == "done\n"
+
+
+def test_without_cupy_a_device_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for use in (ops.concatenate, ops.stage):
+        with pytest.raises(ops.BackendUnavailableError, match=r"cuda:3 is not there.*install accel_ops\[cuda12\]"):
+            use([np.zeros(3)], accelerator="cuda:3")
