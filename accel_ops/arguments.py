@@ -23,6 +23,7 @@ __all__ = [
     "are_plain",
     "as_array",
     "as_iterable",
+    "as_shape",
     "as_subclass",
     "canonical_dtype",
     "check_casting",
@@ -133,6 +134,19 @@ def as_iterable(arrays: Iterable[_T], name: str) -> Iterable[_T]:
     except TypeError as exc:
         msg = f"{name} takes an iterable of arrays, got {arrays!r}; pass a list of arrays ({exc})"
         raise TypeError(msg) from None
+
+
+def as_shape(shape: Iterable[SupportsIndex], what: str, cure: str) -> tuple[int, ...]:
+    """Return a shape of integers of 0 or more."""
+    try:
+        lengths = tuple(operator.index(length) for length in shape)
+    except TypeError as exc:
+        msg = f"{what} must be a tuple of integers, got {shape!r}; pass {cure}"
+        raise TypeError(msg) from exc
+    if any(length < 0 for length in lengths):
+        msg = f"a shape must have lengths of 0 or more, got {lengths}; pass the shape of the input"
+        raise ValueError(msg)
+    return lengths
 
 
 def as_array(value: Any, name: str) -> Array:

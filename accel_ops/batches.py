@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 import numpy as np
 
 from accel_ops import dispatch
-from accel_ops.arguments import as_array, as_iterable, check_casts, joined_shape, normalize_axis, plain_dtype
+from accel_ops.arguments import as_array, as_iterable, as_shape, check_casts, joined_shape, normalize_axis, plain_dtype
 from accel_ops.devices import device_index
 from accel_ops.dispatch import Array
 from accel_ops.errors import ShapeMismatchError, UnfilledSlotError
@@ -33,8 +33,8 @@ class Batch:
     slots : tuple of ndarray
         The part of ``array`` that belongs to each input, in order. After writing into one, call `filled`.
     staged : ndarray or cupy.ndarray
-        The whole where ``accelerator=`` says, when each slot has been filled: on the device, for use in the stream that
-        is current when it is asked for; or ``array``.
+        The whole where ``accelerator=`` says, when each slot has been filled: ``array``, or on the device, for use in
+        the stream that was current when the batch was made.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Batch:
     def staged(self) -> Any:
         """The whole where ``accelerator=`` says."""
         self._check_filled()
-        return self.array if self._filling is None else self._filling.result()
+        return self.array if self._filling is None else self._filling.result
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +194,10 @@ def batch(
     """
     device = device_index(accelerator)
     backend = dispatch.backend_for(accelerator)
-    sizes = [_as_shape(shape) for shape in as_iterable(shapes, "batch")]
+    sizes = [
+        as_shape(shape, "each shape of a batch", "a list of shapes such as x.shape")
+        for shape in as_iterable(shapes, "batch")
+    ]
     if not sizes:
         msg = "a batch needs at least one shape, got none; pass a non-empty iterable of shapes"
         raise ValueError(msg)
@@ -207,15 +210,3 @@ def batch(
         start = stop
     filling = None if device is None else dispatch.device_staging(device).filling(whole, slots)
     return Batch(backend, whole, slots, filling)
-
-
-def _as_shape(shape: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    try:
-        lengths = tuple(operator.index(length) for length in shape)
-    except TypeError as exc:
-        msg = f"each shape of a batch must be a tuple of integers, got {shape!r}; pass a list of shapes such as x.shape"
-        raise TypeError(msg) from exc
-    if any(length < 0 for length in lengths):
-        msg = f"a shape must have lengths of 0 or more, got {lengths}; pass the shape of the input"
-        raise ValueError(msg)
-    return lengths

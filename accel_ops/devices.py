@@ -1,7 +1,7 @@
 """Which accelerators there are: asked of the operating system, for a process that has made a CUDA call must not fork.
 
 NVIDIA's driver shows each GPU as a file ``/dev/nvidia<minor>``, where this process may use it, and describes it under
-``/proc/driver/nvidia/gpus``. ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it.
+``/proc/driver/nvidia/gpus``. Where drivers show GPUs otherwise (WSL 2, Jetson) none is found: name the device there.
 """
 
 import operator
@@ -179,8 +179,8 @@ def _n_visible() -> int:
     entries = [entry.strip() for entry in wanted.split(",")]
     if entries[0].startswith(("GPU-", "MIG-")):
         return _n_named(entries, _identifiers(minors))
-    # CUDA takes the number that an entry begins with. The first entry that names no device ends the list, and one
-    # that names a device again empties it.
+    # The number that an entry begins with counts. The first entry that names no device ends the list, which CUDA
+    # documents; that one which names a device again empties it is what PyTorch, which parses it too, expects.
     numbers: list[int] = []
     for entry in entries:
         match = re.match(r"\+?(\d+)", entry, re.ASCII)
@@ -198,8 +198,10 @@ def _n_named(entries: list[str], identifiers: list[str]) -> int:
     for entry in entries:
         # The parts of a divided GPU are not listed where the operating system can be asked; CUDA shows one of them.
         matches = [entry] if entry.startswith("MIG-") else [each for each in identifiers if each.startswith(entry)]
-        if len(matches) != 1 or not entry.startswith(("GPU-", "MIG-")) or matches[0] in found:
+        if len(matches) != 1 or not entry.startswith(("GPU-", "MIG-")):
             break
+        if matches[0] in found:
+            return 0
         found += matches
         if entry.startswith("MIG-"):
             break

@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Backend(Protocol):
-    """What the public functions ask of the place where a result lies; a module is one."""
+    """What the public functions ask of the place where a result lies; a module or an object is one."""
 
     def empty(self, shape: Iterable[int], dtype: np.dtype[Any]) -> Array:
         """Return an uninitialised C-ordered array."""
@@ -48,7 +48,7 @@ class Backend(Protocol):
 
 
 class ProductBackend(Protocol):
-    """What the public products ask of the place where their operands lie; a module is one."""
+    """What the public products ask of the place where their operands lie; a module or an object is one."""
 
     def empty(self, shape: Iterable[int], dtype: np.dtype[Any]) -> Array:
         """Return an uninitialised C-ordered array."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -12,6 +13,7 @@ from accel_ops import dispatch
 from accel_ops.arguments import (
     as_array,
     as_iterable,
+    as_shape,
     canonical_dtype,
     check_casting,
     check_casts,
@@ -178,9 +180,11 @@ def _sent(batch: Any, index: int | None) -> Any:
     if index is None:
         return batch
     if isinstance(batch, np.ndarray):
-        return stage([batch], accelerator=index) if batch.ndim else stage([batch.reshape(1)], accelerator=index)[0]
+        return stage([batch], accelerator=index) if batch.ndim else stage([batch[None]], accelerator=index).reshape(())
     if isinstance(batch, dict):
-        return {key: _sent(value, index) for key, value in batch.items()}
+        sent = copy.copy(batch)  # of its own class
+        sent.update({key: _sent(value, index) for key, value in batch.items()})
+        return sent
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_sent(value, index) for value in batch))
     if isinstance(batch, (tuple, list)):
@@ -226,7 +230,8 @@ def empty_pinned(
     >>> ops.empty_pinned((2, 3), accelerator=ops.default_accelerator()).shape
     (2, 3)
     """
-    lengths = np.broadcast_shapes(shape) if not isinstance(shape, Iterable) else tuple(int(n) for n in shape)
+    given = shape if isinstance(shape, Iterable) else (shape,)
+    lengths = as_shape(given, "`shape` of empty_pinned", "one such as x.shape")
     backend = dispatch.backend_for(accelerator)
     return backend.empty(lengths, canonical_dtype(plain_dtype(dtype, "empty_pinned")))
 
@@ -260,12 +265,17 @@ def is_pinned(array: Array) -> bool:
 
 def _stream_number(stream: object) -> int | None:
     """Return CUDA's number for a stream."""
-    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
-        return stream
+    if stream is None:
+        return None
+    if isinstance(stream, (int, np.integer)) and not isinstance(stream, bool):
+        return int(stream)
     if not hasattr(stream, "__cuda_stream__"):
         msg = (
             f"`stream` must have __cuda_stream__ or be CUDA's number for one, got {stream!r}; pass None for the current"
         )
         raise TypeError(msg)
-    version_and_number: tuple[int, int] = stream.__cuda_stream__()
-    return version_and_number[1]
+    version, number = stream.__cuda_stream__()
+    if version != 0:
+        msg = f"`stream` must speak version 0 of CUDA's stream protocol, got {version}; pass the stream's number"
+        raise TypeError(msg)
+    return int(number)

@@ -14,9 +14,18 @@ import sys
 
 import numpy as np
 
+from accel_ops import UnsupportedDTypeError
+
 CALLER = 1  # the stream in which the calling thread's work is done; it is ordered with the default stream, 0
 FOREIGN = 7  # a stream that is not
 POISON = 0xDD
+
+
+def end_if_forked(device, name):
+    """End a forked child that calls the device."""
+    if os.getpid() != device.process:
+        print("a forked child called the device:", name, file=sys.stderr, flush=True)
+        os._exit(99)
 
 
 def device_call(method):
@@ -24,9 +33,7 @@ def device_call(method):
 
     @functools.wraps(method)
     def call(self, *args):
-        if os.getpid() != self.process:
-            print("a forked child called the device:", method.__name__, file=sys.stderr, flush=True)
-            os._exit(99)
+        end_if_forked(self, method.__name__)
         self.depth += 1
         try:
             self.calls[method.__name__] += 1
@@ -49,8 +56,12 @@ def device_call(method):
 class Event:
     """Happens when the stream has done what it had been given."""
 
-    def __init__(self, stream, others=()):
-        self.stream, self.others, self.done = stream, others, False
+    def __init__(self, device, stream, others=()):
+        self.device = device
+        self.stream, self.others, self.done, self.asked = stream, others, False, 0
+
+    def __del__(self):  # CuPy's call CUDA then
+        end_if_forked(self.device, "event destroyed")
 
 
 class DeviceArray:
@@ -76,12 +87,28 @@ class DeviceArray:
         self.device.give(stream, lambda: seen.append(memory[:n_bytes].copy().view(dtype).reshape(shape)))
         return seen
 
+    def reshape(self, shape):
+        """Return a view."""
+        return DeviceView(self, shape)
+
     def __del__(self):
         if os.getpid() == self.device.process:  # an interrupt waits, as it does for a deallocation in C
             if self.device.random.random() < 0.75:
                 self.device.reusable[self.stream].append(self.memory)
             else:
                 self.device.give(self.stream, lambda device=self.device, at=self.address: device.free(at))
+
+
+class DeviceView:
+    """An array of the device in another shape."""
+
+    def __init__(self, base, shape):
+        self.base, self.shape = base, shape
+
+    def read(self, stream=CALLER):
+        seen, base = [], self.base.read(stream)
+        self.base.device.give(stream, lambda: seen.append(base[0].reshape(self.shape)))
+        return seen
 
 
 class Adversary:
@@ -96,6 +123,7 @@ class Adversary:
         self.reusable = collections.defaultdict(list)  # by the stream for which the memory was taken
         self.streams = collections.defaultdict(collections.deque)
         self.n_streams = 10
+        self.current = CALLER
         self.violations = []
         self.calls = collections.Counter()
         self.depth = 0  # of calls of the device that the thread is inside of
@@ -112,7 +140,7 @@ class Adversary:
 
     @device_call
     def free_pinned(self, address):
-        self.pinned.pop(address)[...] = POISON
+        self.pinned.pop(address)[...] = POISON  # whatever is still to be copied from it
 
     @device_call
     def is_pinned(self, address):
@@ -125,10 +153,13 @@ class Adversary:
 
     @device_call
     def current_stream(self):
-        return CALLER
+        return self.current
 
     @device_call
     def empty(self, shape, dtype, stream):
+        if dtype.char not in "?bBhHiIlLqQefdFD":
+            msg = f"CuPy has no arrays of {dtype}; cast to another dtype"
+            raise UnsupportedDTypeError(msg)
         return DeviceArray(self, shape, dtype, stream)
 
     def address(self, array):
@@ -147,15 +178,14 @@ class Adversary:
 
     @device_call
     def has_happened(self, event):
+        event.asked += 1
+        if event.asked > 3:  # the last moment: who asks again and again may be waiting
+            self.run_until(event)
         return event.done
 
     @device_call
     def wait(self, stream, event):
         self.give(stream, event)
-
-    @device_call
-    def synchronize(self, event):
-        self.run_until(event)
 
     # --- how it does it
 
@@ -163,7 +193,7 @@ class Adversary:
         self.streams[stream].append(work)
 
     def recorded(self, stream, others=()):
-        event = Event(stream, others)
+        event = Event(self, stream, others)
 
         def happen():
             event.done = True

@@ -87,6 +87,7 @@ def test_import_and_detection_make_no_call(run):
     """Nor does any use of the host, with CuPy imported."""
     run("""
 import cupy
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a host with a GPU too
 ops.accelerators(), ops.default_accelerator(), ops.Device(0), ops.is_pinned(np.zeros(3))
 batch = ops.stage([np.zeros(3)], accelerator=ops.default_accelerator())
 list(ops.prefetch([batch], accelerator=None))

@@ -1,5 +1,6 @@
 """Staging onto a device: the right bytes however late the device is. Nothing here needs one: see adversary.py."""
 
+import collections
 import gc
 import inspect
 import os
@@ -10,6 +11,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import adversary
 import numpy as np
 import pytest
 from adversary import CALLER, FOREIGN, Adversary
@@ -18,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_ops as ops
+from accel_ops.cpu import memory as host_memory
 from accel_ops.gpu import driver as drivers
-from accel_ops.gpu import memory, staging
+from accel_ops.gpu import filling, memory, staging
 
 # How many random schedules are tried; the full figure is 10,000.
 SCHEDULES = int(os.environ.get("ACCEL_OPS_TEST_SCHEDULES", "1000"))
@@ -36,6 +39,7 @@ def installed(monkeypatch, device):
     monkeypatch.setattr(drivers, "_drivers", {0: device})
     monkeypatch.setattr(drivers, "_inherited", set())
     monkeypatch.setattr(staging, "_stagings", {})
+    monkeypatch.setattr(host_memory, "_others", [])
     return device
 
 
@@ -112,7 +116,7 @@ def test_without_an_accelerator_the_batch_stays_on_the_host():
 def test_the_callers_stream_waits_for_the_copies_and_no_other_thread_does(device):
     """Nothing is copied while the host is not in need of a chunk; what the stream does next finds the batch."""
     small = ops.stage([np.arange(10.0)], accelerator=0)
-    assert device.calls["synchronize"] == 0
+    assert device.calls["has_happened"] == 0
     np.testing.assert_array_equal(seen(device, small), np.arange(10.0))
 
 
@@ -192,6 +196,110 @@ def test_a_batch_on_the_host_is_its_own_array():
     assert batch.staged is batch.array
 
 
+Sample = collections.namedtuple("Sample", "image label")
+
+
+def test_batches_are_sent_ahead_with_all_their_arrays(device):
+    """Two have been sent when the first is given; what holds the arrays keeps its class."""
+    made = []
+
+    def loader():
+        for k in range(4):
+            made.append(k)
+            ordered = collections.OrderedDict(x=np.full((2, 3), k), name=str(k))
+            yield ordered, [Sample(np.arange(k), np.array(k)), None]
+
+    given = ops.prefetch(loader(), accelerator=0, depth=2)
+    assert made == []
+    for k, (ordered, (sample, nothing)) in enumerate(given):
+        assert made == list(range(min(k + 2, 4)))
+        assert (type(ordered), ordered["name"], type(sample), nothing) == (
+            collections.OrderedDict,
+            str(k),
+            Sample,
+            None,
+        )
+        assert (seen(device, ordered["x"]) == np.full((2, 3), k)).all()
+        assert seen(device, sample.image).tolist() == list(range(k))
+        assert (sample.label.shape, seen(device, sample.label).tolist()) == ((), k)
+    assert made == [0, 1, 2, 3]
+
+
+def test_a_loaders_failure_comes_after_its_batches(device):
+    def loader():
+        yield np.zeros(1)
+        yield np.ones(1)
+        raise ZeroDivisionError
+
+    given = ops.prefetch(loader(), accelerator=0, depth=5)
+    assert [seen(device, next(given)).tolist() for _ in range(2)] == [[0], [1]]
+    with pytest.raises(ZeroDivisionError):
+        next(given)
+
+
+@pytest.mark.parametrize("depth", [0, -1, True, 1.5, "2"])
+def test_a_senseless_depth_is_an_error(depth):
+    with pytest.raises(ValueError, match="`depth` must be a positive integer"):
+        ops.prefetch([], accelerator=None, depth=depth)
+
+
+@pytest.mark.parametrize("accelerator", [None, 0])
+def test_an_empty_pinned_array_has_the_shape_and_dtype(device, accelerator):
+    array = ops.empty_pinned((2, np.int64(3)), ">i4", accelerator=accelerator)
+    assert (array.shape, array.dtype, ops.is_pinned(array)) == ((2, 3), np.dtype("i4"), accelerator == 0)
+    assert ops.empty_pinned(4, accelerator=accelerator).shape == (4,)
+    assert ops.empty_pinned((), "S0", accelerator=accelerator).shape == ()
+    for shape in [(3, -1), (-1,)]:
+        with pytest.raises(ValueError, match="lengths of 0 or more"):
+            ops.empty_pinned(shape, accelerator=accelerator)
+    for shape in [(2.7,), "34", 2.5]:
+        with pytest.raises(TypeError, match="tuple of integers"):
+            ops.empty_pinned(shape, accelerator=accelerator)
+
+
+def test_pinned_memory_is_counted_and_released(device):
+    before = ops.host_memory_info()
+    array = ops.empty_pinned(1 << 20, np.uint8, accelerator=0)
+    assert ops.host_memory_info().in_use_bytes == before.in_use_bytes + (1 << 20)
+    del array
+    device.finish()
+    assert ops.host_memory_info().cached_bytes >= 1 << 20
+    device.finish()
+    assert ops.release_host_memory() >= 1 << 20
+    ops.empty_pinned(1, accelerator=0)
+    assert device.calls["free_pinned"] == 1
+
+
+def test_staging_again_and_again_allocates_nothing_and_does_not_wait(device, monkeypatch):
+    """Even while the caller's stream is busy, as long as the copies before have been made."""
+    monkeypatch.setattr(device, "eagerness", 0.0)
+    for k in range(30):
+        batch = ops.stage([np.full(300, k)], accelerator=0)
+        assert (seen(device, batch) == k).all()
+    assert device.calls["allocate_pinned"] <= 2
+    device.give(CALLER, adversary.Event(device, CALLER))  # work that does not end
+    sent = [ops.stage([np.full(300, k)], accelerator=0, stream=FOREIGN) for k in range(5)]
+    assert device.calls["allocate_pinned"] <= 7
+    assert len(sent) == 5
+
+
+def test_what_casts_find_is_reported_once(device):
+    with pytest.warns(RuntimeWarning, match="overflow encountered in cast") as caught:
+        ops.stage([np.full(5000, 1e300)], accelerator=0, dtype=np.float32)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "S3", "U3", [("x", "i4")]])
+def test_what_no_device_has_is_an_error(device, dtype):
+    for use in (
+        lambda: ops.stage([np.zeros(3, dtype)], accelerator=0),
+        lambda: ops.batch([(3,)], dtype, accelerator=0),
+    ):
+        with pytest.raises(ops.UnsupportedDTypeError, match="CuPy has no arrays of"):
+            use()
+    assert ops.is_pinned(ops.concatenate([np.zeros(3, dtype)], accelerator=0))
+
+
 def test_objects_cannot_be_pinned(device):
     with pytest.raises(ops.UnsupportedDTypeError, match="page-locked memory holds plain elements"):
         ops.concatenate([np.array([None])], accelerator="cuda:0")
@@ -254,7 +362,7 @@ def schedule(device, seed, *, forks, interrupts):
                 armed = interrupts and rng.random() < 0.2
                 if armed:
                     signal.setitimer(signal.ITIMER_REAL, rng.random() * 1e-3)
-                action = rng.choice(["stage", "concatenate", "copy", "free"])
+                action = rng.choice(["stage", "batch", "concatenate", "copy", "free"])
                 if action == "stage":
                     stream = rng.choice([CALLER, FOREIGN])
                     batch = ops.stage(arrays, accelerator=0, stream=stream)
@@ -262,6 +370,14 @@ def schedule(device, seed, *, forks, interrupts):
                     kept.append(batch)
                 elif action == "concatenate":
                     kept.append((ops.concatenate(arrays, accelerator=0), expected))
+                elif action == "batch":
+                    device.current = rng.choice([CALLER, FOREIGN])
+                    batch = ops.batch([array.shape for array in arrays], np.int64, accelerator=0)
+                    for index, array in enumerate(arrays):
+                        batch[index] = array
+                    checks.append((batch.staged.read(device.current), expected))
+                    kept.append(batch.staged)
+                    device.current = CALLER
                 elif action == "copy":
                     hosts = [each for each in kept if isinstance(each, tuple)]
                     if hosts:
@@ -292,6 +408,7 @@ def schedule(device, seed, *, forks, interrupts):
 
 
 def _fork(kept):
+    gc.collect()  # what earlier schedules left is not the child's to destroy
     process = os.fork()
     if process == 0:
         status = 1
@@ -351,8 +468,8 @@ def mutant(module, old, new):
 
 
 MUTANTS = {
-    "the event of a chunk is not waited for": (staging, "driver.synchronize(events[place])", "pass"),
-    "the ring is one chunk short": (staging, "chunk = chunks[place][:n_bytes]", "chunk = chunks[place % 2][:n_bytes]"),
+    "the event of a chunk is not waited for": (staging, "self._wait_on_host(events[place])", "pass"),
+    "the ring is one chunk short": (staging, "buffer=ring[place]", "buffer=ring[place % 2]"),
     "the caller's stream does not wait": (
         staging,
         "self.driver.wait(stream, self.driver.record(self._copying))",
@@ -361,11 +478,17 @@ MUTANTS = {
     "the copies do not wait for the caller's stream": (staging, "driver.wait(copying, driver.record(caller))", "pass"),
     "pinned memory is given out as soon as it comes back": (
         memory,
-        "[self._driver.record(stream) for stream in self._streams]",
-        "[]",
+        "self.events += [self._driver.record(stream) for stream in self._streams]",
+        "pass",
     ),
-    "only the default stream is looked at": (memory, "(DEFAULT_STREAM, copying_stream)", "(DEFAULT_STREAM,)"),
-    "only our own stream is looked at": (memory, "(DEFAULT_STREAM, copying_stream)", "(copying_stream,)"),
+    "only the default stream is looked at": (staging, "(DEFAULT_STREAM, self._copying)", "(DEFAULT_STREAM,)"),
+    "the copies of a batch do not wait for the stream": (
+        filling,
+        "driver.wait(copying, driver.record(self._caller))",
+        "pass",
+    ),
+    "a part is sent when its first slot is filled": (filling, "        if part.unfilled:\n            return\n", ""),
+    "only our own stream is looked at": (staging, "(DEFAULT_STREAM, self._copying)", "(self._copying,)"),
 }
 
 
@@ -376,11 +499,13 @@ def test_the_adversary_catches_a_mutant(name, monkeypatch):
     changed = mutant(module, old, new)
 
     def try_schedules():
-        for seed in range(200):
+        for seed in range(400):
             device = installed(monkeypatch, Adversary(seed, 0.5 * (seed % 2)))
             changed.CHUNK_BYTES = 1 << 10
             if module is memory:
                 monkeypatch.setattr(staging, "PinnedMemory", changed.PinnedMemory)
+            elif module is filling:
+                monkeypatch.setattr(staging, "Filling", changed.Filling)
             else:
                 monkeypatch.setitem(staging._stagings, 0, changed.DeviceStaging(device))
             schedule(device, seed, forks=False, interrupts=False)

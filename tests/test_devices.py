@@ -57,7 +57,7 @@ def test_a_host_without_a_driver_has_none(host):
         ("nonsense", 0),
         ("GPU-bb", 1),
         ("GPU-bb,GPU-aa", 2),
-        ("GPU-bb,GPU-bb", 1),
+        ("GPU-bb,GPU-bb", 0),
         ("GPU-", 0),
         ("GPU-zz,GPU-aa", 0),
         ("GPU-bb,1", 1),
@@ -66,7 +66,7 @@ def test_a_host_without_a_driver_has_none(host):
         ("MIG-aa-1-2,MIG-aa-1-3", 1),
     ],
 )
-def test_the_variable_is_read_as_cuda_reads_it(host, monkeypatch, visible, n):
+def test_the_variable_chooses_devices(host, monkeypatch, visible, n):
     host("GPU-aa", "GPU-bb", "GPU-bc", hidden=["GPU-hidden"])
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

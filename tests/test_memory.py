@@ -26,6 +26,7 @@ def fresh_cache(monkeypatch):
     monkeypatch.setenv("ACCEL_OPS_CACHE_MIB", "64")
     fresh = memory.BlockCache(memory._Block, memory.kept_bytes)
     monkeypatch.setattr(memory, "_cache", fresh)
+    monkeypatch.setattr(memory, "_others", [])
     memory.kept_bytes.cache_clear()
     yield fresh
     memory.kept_bytes.cache_clear()

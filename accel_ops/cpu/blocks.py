@@ -149,7 +149,7 @@ class BlockCache:
         return sum(reference.block.size for reference in references if isinstance(reference, _Return))
 
     def trim(self, limit: int | None = None) -> int:
-        """Give up the longest free blocks beyond the limit; return how many bytes that were."""
+        """Give up the longest free blocks beyond the limit, but none that is busy; return how many bytes that were."""
         self._take_back()
         limit = self.limit() if limit is None else limit
         excess = self.cached_bytes() - limit
@@ -157,8 +157,7 @@ class BlockCache:
         while given_up < excess:
             oldest: list[Block] = []
             for size in list(self._free):
-                with contextlib.suppress(IndexError):  # none of this size, or another thread took it
-                    oldest.append(self._free[size][0])
+                oldest += next(([block] for block in tuple(self._free[size]) if block.is_idle()), [])
             if not oldest:
                 break
             block = min(oldest, key=lambda block: block.freed)

@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 _MOST_LANES = 16
-# Rows of a matrix that are read at once: 16 that lie a power of two apart would share 8 ways of the first-level cache.
+# Rows of a matrix that are read at once, or as many as there are lanes: 16 that lie a power of two apart would share
+# 8 ways of the first-level cache.
 _ROWS_OF_CHAINS = 8
 
 
@@ -182,7 +183,8 @@ panel_columns = _constant(lambda element: _panel_columns(tile_shape(element).col
 
 def _panel_columns(tile: int) -> int:
     """Return how many columns of the right operand are packed at once: whole tiles, about as large as the L2 cache."""
-    _, registers = _vector_registers()  # CPUs with AVX-512 have 1 MB or more, others have half of it
+    # Measured on a CPU with AVX-512 and 1 MB of it, and on one with AVX2 and 512 KB: both are slower with the other's.
+    _, registers = _vector_registers()
     most = PANEL_COLUMNS if registers >= 32 else PANEL_COLUMNS // 2
     return max(1, most // tile) * tile
 

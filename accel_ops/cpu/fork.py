@@ -15,7 +15,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from accel_ops.cpu.native import COMPILERS, is_being_imported, the_compiler
+from accel_ops.cpu.native import SLOW_IMPORTS, is_being_imported, the_compiler
 
 __all__: list[str] = []
 
@@ -47,7 +47,7 @@ def _is_importing_here() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if frame.f_code.co_name == "<module>" and package in (*COMPILERS, "accel_ops"):
+        if frame.f_code.co_name == "<module>" and package in (*SLOW_IMPORTS, "accel_ops"):
             return True
         frame = frame.f_back
     return False

@@ -20,6 +20,7 @@ from accel_ops.limits import available_memory
 
 __all__ = [
     "HostMemoryInfo",
+    "add_cache",
     "address",
     "empty",
     "host_memory_info",
@@ -91,6 +92,16 @@ def kept_bytes() -> int:
 
 
 _cache = BlockCache(_Block, kept_bytes)
+_others: list[BlockCache] = []  # of page-locked memory
+
+
+def add_cache(cache: BlockCache) -> None:
+    """Count another kind of host memory in `host_memory_info`, and release it with this one, in this process."""
+    _others.append(cache)
+
+
+# A forked child does not touch what a device has locked.
+os.register_at_fork(after_in_child=lambda: _others.clear())
 
 
 def empty(shape: Iterable[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -119,7 +130,7 @@ def empty(shape: Iterable[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 def address(array: np.ndarray[Any, Any]) -> int:
     """Return where the first element lies."""
     # An array object begins with what every object begins with, and then this pointer: a part of NumPy's binary
-    # interface, which all extension modules are compiled for. To ask for `__array_interface__` takes six times as long.
+    # interface, which all extension modules are compiled for. To ask for `__array_interface__` makes a dict.
     return ctypes.c_size_t.from_address(id(array) + object.__basicsize__).value
 
 
@@ -152,7 +163,8 @@ def host_memory_info() -> HostMemoryInfo:
     >>> info.cached_bytes <= info.cap_bytes
     True
     """
-    return _cache.info()
+    infos = [cache.info() for cache in (_cache, *_others)]
+    return HostMemoryInfo(*(sum(fields) for fields in zip(*infos, strict=True)))
 
 
 def release_host_memory() -> int:
@@ -174,4 +186,4 @@ def release_host_memory() -> int:
     >>> ops.host_memory_info().cached_bytes
     0
     """
-    return _cache.trim(0)
+    return sum(cache.trim(0) for cache in (_cache, *_others))

@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 from accel_ops.cpu import pool
 
 __all__ = [
-    "COMPILERS",
+    "SLOW_IMPORTS",
     "Claim",
     "Kernel",
     "compile_kernel",
@@ -42,10 +42,12 @@ __all__ = [
 # before it is used: twice what importing llvmlite and compiling all kernels was seen to map.
 _RESERVE_BYTES = 512 << 20
 
-COMPILERS = ("llvmlite", "llvmlite.binding", "numba")
+# Others' modules during whose import a process does not fork: the compilers, and CuPy.
+SLOW_IMPORTS = ("llvmlite", "llvmlite.binding", "numba", "cupy")
 
 _POLL_S = 0.001
 _PATIENCE_S = 10.0  # how long a call waits for a kernel before it goes on without one
+_ATTEMPT_S = 60.0  # after which another attempt at what must be done begins: a fork may have lost the first
 _LOCK_PATIENCE_S = 0.1  # and for llvmlite to become free
 
 Kernel = Callable[..., int]
@@ -167,7 +169,7 @@ def _compile(name: str, n_arguments: int, build: Callable[[Any], None]) -> int |
 
 
 def import_apart(name: str) -> ModuleType:
-    """Import a module of this package on a thread that no signal reaches, and not while the process forks."""
+    """Import a module on a thread that no signal reaches, and not while the process forks."""
     return the_compiler.held_for(lambda: run_apart_until_done(lambda: importlib.import_module(name)))
 
 
@@ -175,13 +177,13 @@ def run_apart_until_done(function: Callable[[], _Result]) -> _Result:
     """Run a function on a thread that no signal reaches; again if it is lost, with that thread, by a fork."""
     result = None
     while result is None:
-        result = pool.run_apart(function, _PATIENCE_S)
+        result = pool.run_apart(function, _ATTEMPT_S)
     return result
 
 
 def is_being_imported() -> bool:
-    """Return whether a thread is in the middle of importing a compiler, or what is imported here at first use."""
-    names = [*COMPILERS, *(name for name in tuple(sys.modules) if name.startswith("accel_ops."))]
+    """Return whether a thread is in the middle of a slow import, or of one of this package."""
+    names = [*SLOW_IMPORTS, *(name for name in tuple(sys.modules) if name.startswith("accel_ops."))]
     specs = (getattr(sys.modules.get(name), "__spec__", None) for name in names)
     return any(getattr(spec, "_initializing", False) for spec in specs)
 

@@ -31,8 +31,12 @@ def join(
     min_chunk_bytes: int = 0,
     max_workers: int | None = None,
     call: pool.Call | None = None,
+    reports_errors: bool = True,
 ) -> None:
-    """Write the arrays, joined along an axis, into ``out``, which overlaps none of them. See `concatenate`."""
+    """Write the arrays, joined along an axis, into ``out``, which overlaps none of them. See `concatenate`.
+
+    A part of a larger join leaves it to that to report what casts have found.
+    """
     casts = not all(array.dtype == out.dtype for array in arrays)
     if casts:
         arrays = discard_imaginary_parts(arrays, out.dtype)
@@ -45,7 +49,7 @@ def join(
         for array in arrays:
             plan.add(array)
         run = functools.partial(plan.run, max_workers, call)
-    call_reporting_errors(run) if casts else run()
+    call_reporting_errors(run) if casts and reports_errors else run()
 
 
 def fill(dst: Array, src: Array, *, max_workers: int | None = None) -> None:

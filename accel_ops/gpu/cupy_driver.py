@@ -10,14 +10,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from accel_ops.errors import BackendUnavailableError
+from accel_ops.cpu.native import import_apart
+from accel_ops.errors import BackendUnavailableError, UnsupportedDTypeError
+from accel_ops.gpu.driver import first_call, forked_error, is_forked
 
 __all__ = ["CupyDriver"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-_MEMORY_ALLOCATION = 2  # CUDA's number of the error cudaErrorMemoryAllocation
+# CUDA's numbers of the errors cudaErrorMemoryAllocation and cudaErrorInitializationError.
+_MEMORY_ALLOCATION, _INITIALIZATION_ERROR = 2, 3
 
 
 def _on_device(
@@ -44,6 +47,16 @@ def _on_device(
     return call
 
 
+class _Named:
+    """A stream of which only CUDA's number is known."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
 class CupyDriver:
     """A device through CuPy. Implements `accel_ops.gpu.driver.Driver`.
 
@@ -56,7 +69,8 @@ class CupyDriver:
     def __init__(self, index: int) -> None:
         name = f"cuda:{index}"
         try:
-            import cupy
+            # Apart from signals and forks, which would leave half of it.
+            cupy: Any = import_apart("cupy")
         except ImportError as exc:
             msg = (
                 f"the device {name} is not there: it is used through CuPy, which cannot be imported ({exc}); install "
@@ -65,16 +79,20 @@ class CupyDriver:
             raise BackendUnavailableError(msg) from exc
         self._cupy = cupy
         self._runtime: Any = cupy.cuda.runtime
-        try:
-            n_devices = self._runtime.getDeviceCount()
-        except self._runtime.CUDARuntimeError as exc:
-            msg = f"the device {name} is not there: {exc}; pass accelerator=None for plain host memory"
-            raise BackendUnavailableError(msg) from exc
-        if index >= n_devices:
-            msg = f"the device {name} is not there: this process sees {n_devices}; see accel_ops.accelerators()"
-            raise BackendUnavailableError(msg)
+        with first_call(index):
+            try:
+                n_devices = self._runtime.getDeviceCount()
+            except self._runtime.CUDARuntimeError as exc:
+                if exc.status == _INITIALIZATION_ERROR and is_forked():  # by a process that used CUDA without us
+                    raise forked_error() from exc
+                msg = f"the device {name} is not there: {exc}; pass accelerator=None for plain host memory"
+                raise BackendUnavailableError(msg) from exc
+            if index >= n_devices:
+                msg = f"the device {name} is not there: this process sees {n_devices}; see accel_ops.accelerators()"
+                raise BackendUnavailableError(msg)
         self._index = index
         self._streams: list[Any] = []
+        self._named: dict[int, Any] = {}
 
     @_on_device
     def allocate_pinned(self, n_bytes: int) -> int:
@@ -104,8 +122,23 @@ class CupyDriver:
 
     @_on_device
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> Any:
-        with self._cupy.cuda.ExternalStream(stream):  # CuPy reuses memory in the order of the stream it is taken for
-            return self._cupy.empty(shape, dtype)
+        try:
+            if stream == self._cupy.cuda.get_current_stream().ptr:
+                return self._cupy.empty(shape, dtype)
+            with self._foreign(stream):  # CuPy reuses memory in the order of the stream for which it is taken
+                return self._cupy.empty(shape, dtype)
+        except (TypeError, ValueError) as exc:
+            msg = f"CuPy has no arrays of {dtype} ({exc}); cast to another dtype, or stage a view as bytes"
+            raise UnsupportedDTypeError(msg) from exc
+
+    def _foreign(self, stream: int) -> Any:
+        """Return CuPy's object for a stream, kept for ever: CuPy may end the stream with it."""
+        found = self._named.get(stream)
+        if found is None:
+            make = getattr(self._cupy.cuda.Stream, "from_external", None)  # CuPy 13 does not have it yet
+            found = self._cupy.cuda.ExternalStream(stream) if make is None else make(_Named(stream))
+            self._named[stream] = found
+        return found
 
     def address(self, array: Any) -> int:
         address: int = array.data.ptr
@@ -118,7 +151,7 @@ class CupyDriver:
     @_on_device
     def record(self, stream: int) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self._cupy.cuda.ExternalStream(stream))
+        self._runtime.eventRecord(event.ptr, stream)
         return event
 
     @_on_device
@@ -128,7 +161,3 @@ class CupyDriver:
     @_on_device
     def wait(self, stream: int, event: Any) -> None:
         self._runtime.streamWaitEvent(stream, event.ptr)
-
-    @_on_device
-    def synchronize(self, event: Any) -> None:
-        event.synchronize()

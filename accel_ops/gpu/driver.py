@@ -6,14 +6,18 @@ Streams and addresses are integers, as CUDA's own interfaces exchange them; a st
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
-from accel_ops.errors import ForkedDeviceError
+from accel_ops.errors import BackendUnavailableError, ForkedDeviceError
 
-__all__ = ["Driver", "driver_for", "opened"]
+__all__ = ["DEFAULT_STREAM", "Driver", "driver_for", "first_call", "forked_error", "is_forked", "keep", "opened"]
+
+DEFAULT_STREAM = 0  # CUDA's own, which is ordered with all streams that were not made to be independent of it
 
 
 class Driver(Protocol):
@@ -29,7 +33,7 @@ class Driver(Protocol):
         """
 
     def free_pinned(self, address: int) -> None:
-        """Give page-locked memory back. Waits for what the device still does with it."""
+        """Give page-locked memory back, with which the device has done."""
 
     def is_pinned(self, address: int) -> bool:
         """Return whether an address of the host is page-locked, whoever allocated it."""
@@ -58,14 +62,14 @@ class Driver(Protocol):
     def wait(self, stream: int, event: Any) -> None:
         """Let a stream do nothing further until an event has happened, and return at once."""
 
-    def synchronize(self, event: Any) -> None:
-        """Wait until an event has happened."""
 
-
-# The drivers that were opened in this process, by the index of their device ...
+# The drivers that were opened in this process, by the index of their device; and the devices for which CUDA was called.
 _drivers: dict[int, Driver] = {}
-# ... and the indices of those that an ancestor had opened when it forked.
+_used: set[int] = set()
+# In a forked child: the devices that an ancestor had used, and what belongs to them. It is kept, because CuPy's objects
+# call CUDA when they die.
 _inherited: set[int] = set()
+_kept: list[object] = []
 
 
 def driver_for(index: int) -> Driver:
@@ -82,12 +86,7 @@ def driver_for(index: int) -> Driver:
     if found is not None:
         return found
     if _inherited:
-        used = ", ".join(f"cuda:{each}" for each in sorted(_inherited))
-        msg = (
-            f"a process forked by one that used CUDA cannot use it, and its parent used {used} before; start processes "
-            f"with multiprocessing's 'spawn' or 'forkserver', or use the device in the parent only after it has forked"
-        )
-        raise ForkedDeviceError(msg)
+        raise forked_error()
     from accel_ops.gpu.cupy_driver import CupyDriver
 
     return _drivers.setdefault(index, CupyDriver(index))  # of two that are opened at once the first is kept
@@ -98,10 +97,46 @@ def opened() -> list[Driver]:
     return list(_drivers.values())
 
 
-def _forget_drivers() -> None:
-    """In a forked child: what was inherited is not touched any more, nor freed."""
-    _inherited.update(_drivers)
+@contextlib.contextmanager
+def first_call(index: int) -> Iterator[None]:
+    """Note that CUDA is called for a device from now on, unless what is done here finds that there is none."""
+    is_new = index not in _used
+    _used.add(index)
+    try:
+        yield
+    except BackendUnavailableError:
+        if is_new:
+            _used.discard(index)
+        raise
+
+
+def forked_error() -> ForkedDeviceError:
+    """Return the error of a device call in a forked child."""
+    used = ", ".join(f"cuda:{each}" for each in sorted(_inherited)) or "CUDA"
+    return ForkedDeviceError(
+        f"a process that was forked by one that used CUDA cannot use it, and {used} had been used here before; start "
+        f"processes with multiprocessing's 'spawn' or 'forkserver', or use the device only after forking"
+    )
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked after accel_ops had been imported."""
+    return _process != os.getpid()
+
+
+def keep(value: object) -> None:
+    """In a forked child: keep something of a device alive for ever."""
+    _kept.append(value)
+
+
+_process = os.getpid()
+
+
+def _in_child() -> None:
+    _inherited.update(_used, _drivers)
+    keep(dict(_drivers))
     _drivers.clear()
+    _used.clear()
 
 
-os.register_at_fork(after_in_child=_forget_drivers)
+os.register_at_fork(after_in_child=_in_child)

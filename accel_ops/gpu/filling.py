@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ __all__ = ["Filling"]
 
 Array = np.ndarray[Any, Any]
 
-_PART_BYTES = 1 << 20  # 40 us of a link of 25 GB/s: some five times what asking for a copy costs
+# Neighbouring slots travel together up to this. Not measured: it shall be long beside asking for a copy.
+_PART_BYTES = 1 << 20
 
 
 class _Part:
@@ -24,7 +24,7 @@ class _Part:
     def __init__(self, start: int) -> None:
         self.start = self.stop = start  # in bytes of the batch
         self.unfilled: dict[int, None] = {}
-        self.unsent = [None]  # who takes it out sends the part
+        self.unsent: list[None] = [None]  # who takes it out sends the part
 
 
 class Filling:
@@ -36,16 +36,20 @@ class Filling:
         The device, and the stream in which its copies are made.
     array, slots
         The batch in page-locked memory, and the parts of it that are filled one by one.
+
+    Attributes
+    ----------
+    result
+        The batch on the device, for use in the stream that was the caller's current one here, in which every copy that
+        has been asked for comes first.
     """
 
     def __init__(self, driver: Driver, copying: int, array: Array, slots: Sequence[Array]) -> None:
-        self._process = 0  # until there is an output
         self._driver, self._copying, self._array = driver, copying, array
-        caller = driver.current_stream()
-        self._result = driver.empty(array.shape, array.dtype, caller)
-        self._target = driver.address(self._result)
-        driver.wait(copying, driver.record(caller))  # what used the output's memory before has ended
-        self._caller, self._process = caller, os.getpid()
+        self._caller = driver.current_stream()
+        self.result = driver.empty(array.shape, array.dtype, self._caller)
+        self._target = driver.address(self.result)
+        driver.wait(copying, driver.record(self._caller))  # what used the output's memory before has ended
         self._parts: dict[int, _Part] = {}
         part = _Part(0)
         for index, slot in enumerate(slots):
@@ -67,22 +71,20 @@ class Filling:
             return
         try:
             part.unsent.pop()
-        except IndexError:  # another thread does it
+        except IndexError:  # it has been sent, or another thread does it
             return
-        n_bytes = part.stop - part.start
-        self._driver.copy_to_device(
-            self._target + part.start, address(self._array) + part.start, n_bytes, self._copying
-        )
+        try:
+            self._send(part)
+        except BaseException:
+            part.unsent.append(None)  # to be sent when a slot of it is filled again
+            raise
 
-    def result(self) -> Any:
-        """Return the batch on the device, ready for what the caller's current stream is given next."""
-        self._let_wait(self._driver.current_stream())
-        return self._result
-
-    def __del__(self) -> None:
-        # The output may be freed now, in the order of the stream it was taken for, in which copies are to be before.
-        if self._process == os.getpid():
-            self._let_wait(self._caller)
-
-    def _let_wait(self, stream: int) -> None:
-        self._driver.wait(stream, self._driver.record(self._copying))
+    def _send(self, part: _Part) -> None:
+        source = address(self._array) + part.start
+        try:
+            try:
+                self._driver.copy_to_device(self._target + part.start, source, part.stop - part.start, self._copying)
+            finally:
+                self._driver.wait(self._caller, self._driver.record(self._copying))
+        finally:  # again, which is harmless: an interrupt may have fallen into the first
+            self._driver.wait(self._caller, self._driver.record(self._copying))

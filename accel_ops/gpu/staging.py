@@ -4,20 +4,25 @@
                                                              │  ordered by events
     caller's stream: earlier work ──► the output is free ──► copies ──► later work sees the batch
 
-A chunk of the ring is filled again only after the event of its copy. The host waits for nothing else.
+A chunk of the ring is filled again only after the event of its copy, which the host waits for; it waits for nothing
+else. Copies come after what the caller's stream was given before: the output's memory may still be in use there.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from accel_ops.cpu import staging as cpu
-from accel_ops.gpu.driver import Driver, driver_for
+from accel_ops.cpu.floating_point import call_reporting_errors
+from accel_ops.cpu.memory import address
+from accel_ops.gpu.driver import DEFAULT_STREAM, Driver, driver_for, keep
 from accel_ops.gpu.filling import Filling
 from accel_ops.gpu.memory import PinnedMemory
 
@@ -27,6 +32,8 @@ Array = np.ndarray[Any, Any]
 
 CHUNK_BYTES = 16 << 20  # what all threads fill together: twice what is worth waking them for
 N_CHUNKS = 3  # one that is filled, one that travels, and one that has just arrived
+# Neither has been measured on a device.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 class Part(NamedTuple):
@@ -94,8 +101,8 @@ class DeviceStaging:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._copying = driver.new_stream()
-        self.pinned = PinnedMemory(driver, self._copying)
-        self.empty = self.pinned.empty
+        self.empty = PinnedMemory(driver, (DEFAULT_STREAM, self._copying)).empty
+        self._ring_of = PinnedMemory(driver, (self._copying,)).empty
 
     def stage(
         self,
@@ -106,42 +113,65 @@ class DeviceStaging:
         stream: int | None = None,
         *,
         casting: Any,
-        n_chunks: int = N_CHUNKS,
     ) -> Any:
-        """Return an array on the device that holds the arrays, joined along an axis, for use in the caller's stream."""
+        """Return an array on the device that holds the arrays, joined along an axis, for use in the caller's stream.
+
+        What casts find is reported once for all parts, as `cpu.staging.join` does it.
+        """
+        result: list[Any] = []
+        send = functools.partial(self._send, arrays, axis, shape, dtype, stream, casting, result)
+        casts = any(array.dtype != dtype for array in arrays)
+        call_reporting_errors(send) if casts else send()
+        return result[0]
+
+    def _send(
+        self,
+        arrays: Sequence[Array],
+        axis: int | None,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        stream: int | None,
+        casting: Any,
+        results: list[Any],
+    ) -> None:
         driver, copying = self.driver, self._copying
         caller = driver.current_stream() if stream is None else stream
         result = driver.empty(shape, dtype, caller)
         if axis is None:
             arrays, axis = [array.reshape(-1) for array in arrays], 0
-        chunk_bytes = max(dtype.itemsize, min(CHUNK_BYTES, math.prod(shape) * dtype.itemsize))
-        chunks: list[Array] = []
+        n_bytes = math.prod(shape) * dtype.itemsize
+        chunk_bytes = max(dtype.itemsize, min(CHUNK_BYTES, n_bytes))
+        ring = self._ring_of((min(N_CHUNKS, -(-n_bytes // chunk_bytes)), chunk_bytes), np.dtype(np.uint8))
         events: list[Any] = []
         target = driver.address(result)
         driver.wait(copying, driver.record(caller))  # what used the output's memory before has ended
         try:
             try:
                 for index, part in enumerate(cut(arrays, axis, shape, chunk_bytes, dtype.itemsize)):
-                    place = index % n_chunks
-                    if place == len(chunks):
-                        chunks.append(self.empty((chunk_bytes,), np.dtype(np.uint8)))
-                    else:
-                        driver.synchronize(events[place])
-                    n_bytes = math.prod(part.shape) * dtype.itemsize
-                    chunk = chunks[place][:n_bytes]
-                    cpu.join(part.arrays, part.axis, chunk.view(dtype).reshape(part.shape), casting=casting)
-                    driver.copy_to_device(target, chunk.ctypes.data, n_bytes, copying)
+                    place = index % len(ring)
+                    if index >= len(ring):
+                        self._wait_on_host(events[place])
+                    chunk = np.ndarray(part.shape, dtype, buffer=ring[place])
+                    cpu.join(part.arrays, part.axis, chunk, casting=casting, reports_errors=False)
+                    driver.copy_to_device(target, address(chunk), chunk.nbytes, copying)
                     events[place : place + 1] = [driver.record(copying)]
-                    target += n_bytes
+                    target += chunk.nbytes
             finally:
                 self._let_wait(caller)
         finally:
             self._let_wait(caller)  # again, which is harmless: an interrupt may have fallen into the first
-        return result
+        results.append(result)
 
     def filling(self, array: Array, slots: Sequence[Array]) -> Filling:
         """Return the way to the device of a batch in page-locked memory that is filled slot by slot."""
         return Filling(self.driver, self._copying, array, slots)
+
+    def _wait_on_host(self, event: Any) -> None:
+        """Wait until an event has happened; an interrupt ends the waiting."""
+        pause_s = _SHORTEST_PAUSE_S
+        while not self.driver.has_happened(event):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _let_wait(self, stream: int) -> None:
         """Let a stream go on only after the copies: even where they were cut short, for the output is freed in it."""
@@ -165,4 +195,9 @@ def staging_for(index: int) -> DeviceStaging:
     return _stagings.setdefault(index, DeviceStaging(driver)) if found is None else found
 
 
-os.register_at_fork(after_in_child=_stagings.clear)
+def _in_child() -> None:
+    keep(dict(_stagings))
+    _stagings.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
