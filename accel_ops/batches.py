@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 import numpy as np
 
 from accel_ops import dispatch
-from accel_ops.arguments import as_array, as_iterable, as_shape, check_casts, joined_shape, normalize_axis, plain_dtype
+from accel_ops.arguments import (
+    as_array,
+    as_iterable,
+    as_shape,
+    canonical_dtype,
+    check_casts,
+    joined_shape,
+    normalize_axis,
+    plain_dtype,
+)
 from accel_ops.devices import device_index
 from accel_ops.dispatch import Array
 from accel_ops.errors import ShapeMismatchError, UnfilledSlotError
@@ -202,7 +211,10 @@ def batch(
         msg = "a batch needs at least one shape, got none; pass a non-empty iterable of shapes"
         raise ValueError(msg)
     position = normalize_axis(axis, len(sizes[0]), "batch")
-    whole = backend.empty(joined_shape(sizes, position, "batch"), plain_dtype(dtype, "batch"))
+    wanted = plain_dtype(dtype, "batch")
+    if device is not None:
+        wanted = canonical_dtype(wanted)  # devices know no other byte order
+    whole = backend.empty(joined_shape(sizes, position, "batch"), wanted)
     slots, start = [], 0
     for shape in sizes:
         stop = start + shape[position]

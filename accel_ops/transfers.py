@@ -95,7 +95,7 @@ def stage(
     >>> batch.shape
     (3, 3)
     """
-    index = device_index(accelerator)
+    index, number = device_index(accelerator), _stream_number(stream)
     if index is None:
         return concatenate(arrays, axis, dtype=dtype, casting=casting)
     device = dispatch.device_staging(index)
@@ -106,13 +106,13 @@ def stage(
     position = None if axis is None else normalize_axis(axis, inputs[0].ndim, "stage")
     shape = joined_shape([array.shape for array in inputs], position, "stage")
     check_casting(casting)
-    wanted = joined_dtype(inputs, dtype, casting, "stage")
+    wanted = canonical_dtype(joined_dtype(inputs, dtype, casting, "stage"))  # devices know no other byte order
     check_casts(inputs, wanted, casting)
     if not is_plain(wanted):
         msg = f"stage takes elements that are nothing but bytes, got {wanted}; convert the arrays first"
         raise UnsupportedDTypeError(msg)
     inputs = list(discard_imaginary_parts(inputs, wanted))
-    return device.stage(inputs, position, shape, wanted, _stream_number(stream), casting=casting)
+    return device.stage(inputs, position, shape, wanted, number, casting=casting)
 
 
 def prefetch(batches: Iterable[Any], *, accelerator: object, depth: int = 2) -> Iterator[Any]:
@@ -233,7 +233,11 @@ def empty_pinned(
     given = shape if isinstance(shape, Iterable) else (shape,)
     lengths = as_shape(given, "`shape` of empty_pinned", "one such as x.shape")
     backend = dispatch.backend_for(accelerator)
-    return backend.empty(lengths, canonical_dtype(plain_dtype(dtype, "empty_pinned")))
+    wanted = canonical_dtype(plain_dtype(dtype, "empty_pinned"))
+    if not is_plain(wanted):
+        msg = f"page-locked memory holds plain elements, got {wanted}, whose elements refer to others; convert it"
+        raise UnsupportedDTypeError(msg)
+    return backend.empty(lengths, wanted)
 
 
 def is_pinned(array: Array) -> bool:

@@ -157,7 +157,7 @@ class Adversary:
 
     @device_call
     def empty(self, shape, dtype, stream):
-        if dtype.char not in "?bBhHiIlLqQefdFD":
+        if dtype.char not in "?bBhHiIlLqQefdFD" or not dtype.isnative:
             msg = f"CuPy has no arrays of {dtype}; cast to another dtype"
             raise UnsupportedDTypeError(msg)
         return DeviceArray(self, shape, dtype, stream)

@@ -300,6 +300,15 @@ def test_what_no_device_has_is_an_error(device, dtype):
     assert ops.is_pinned(ops.concatenate([np.zeros(3, dtype)], accelerator=0))
 
 
+def test_a_device_gets_native_byte_order(device):
+    batch = ops.stage([np.arange(3.0)], accelerator=0, dtype=">f4")
+    assert batch.dtype == np.dtype("f4")
+    assert seen(device, batch).tolist() == [0, 1, 2]
+    with ops.batch([(2,)], ">i8", accelerator=0) as filled:
+        filled[0] = [1, 2]
+    assert seen(device, filled.staged).tolist() == [1, 2]
+
+
 def test_objects_cannot_be_pinned(device):
     with pytest.raises(ops.UnsupportedDTypeError, match="page-locked memory holds plain elements"):
         ops.concatenate([np.array([None])], accelerator="cuda:0")
@@ -351,45 +360,50 @@ def schedule(device, seed, *, forks, interrupts):
         elif armed:
             raise InterruptedByAlarmError
 
+    def act():
+        value = rng.randrange(1 << 30)
+        lengths = [rng.choice([0, 300]) for _ in range(rng.randrange(1, 4))]
+        arrays = [np.arange(value, value + n) for n in lengths]
+        expected = np.concatenate(arrays)
+        action = rng.choice(["stage", "batch", "concatenate", "copy", "free"])
+        if action == "stage":
+            stream = rng.choice([CALLER, FOREIGN])
+            batch = ops.stage(arrays, accelerator=0, stream=stream)
+            checks.append((batch.read(stream), expected))
+            kept.append(batch)
+        elif action == "concatenate":
+            kept.append((ops.concatenate(arrays, accelerator=0), expected))
+        elif action == "batch":
+            device.current = rng.choice([CALLER, FOREIGN])
+            batch = ops.batch([array.shape for array in arrays], np.int64, accelerator=0)
+            for index, array in enumerate(arrays):
+                batch[index] = array
+            checks.append((batch.staged.read(device.current), expected))
+            kept.append(batch.staged)
+            device.current = CALLER
+        elif action == "copy":
+            hosts = [each for each in kept if isinstance(each, tuple)]
+            if hosts:
+                host, values = rng.choice(hosts)
+                target = device.empty(host.shape, host.dtype, CALLER)
+                device.copy_to_device(target.address, host.ctypes.data, host.nbytes, CALLER)
+                checks.append((target.read(), values))
+        elif kept:
+            kept.pop(rng.randrange(len(kept)))
+
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         for step in range(20):
-            value = rng.randrange(1 << 30)
-            lengths = [rng.choice([0, 300]) for _ in range(rng.randrange(1, 4))]
-            arrays = [np.arange(value, value + n) for n in lengths]
-            expected = np.concatenate(arrays)
             try:
-                armed = interrupts and rng.random() < 0.2
-                if armed:
-                    signal.setitimer(signal.ITIMER_REAL, rng.random() * 1e-3)
-                action = rng.choice(["stage", "batch", "concatenate", "copy", "free"])
-                if action == "stage":
-                    stream = rng.choice([CALLER, FOREIGN])
-                    batch = ops.stage(arrays, accelerator=0, stream=stream)
-                    checks.append((batch.read(stream), expected))
-                    kept.append(batch)
-                elif action == "concatenate":
-                    kept.append((ops.concatenate(arrays, accelerator=0), expected))
-                elif action == "batch":
-                    device.current = rng.choice([CALLER, FOREIGN])
-                    batch = ops.batch([array.shape for array in arrays], np.int64, accelerator=0)
-                    for index, array in enumerate(arrays):
-                        batch[index] = array
-                    checks.append((batch.staged.read(device.current), expected))
-                    kept.append(batch.staged)
-                    device.current = CALLER
-                elif action == "copy":
-                    hosts = [each for each in kept if isinstance(each, tuple)]
-                    if hosts:
-                        host, values = rng.choice(hosts)
-                        target = device.empty(host.shape, host.dtype, CALLER)
-                        device.copy_to_device(target.address, host.ctypes.data, host.nbytes, CALLER)
-                        checks.append((target.read(), values))
-                elif kept:
-                    kept.pop(rng.randrange(len(kept)))
+                try:
+                    armed = interrupts and rng.random() < 0.2
+                    if armed:
+                        signal.setitimer(signal.ITIMER_REAL, rng.random() * 1e-3)
+                    act()
+                finally:
+                    armed = False
             except InterruptedByAlarmError:
-                pass
-            armed = False
+                device.current = CALLER
             device.interrupt = None
             if len(kept) > 3:  # so that memory is used again
                 kept.pop(rng.randrange(len(kept)))
@@ -400,7 +414,7 @@ def schedule(device, seed, *, forks, interrupts):
         signal.signal(signal.SIGALRM, previous)
     for host, values in (each for each in kept if isinstance(each, tuple)):
         np.testing.assert_array_equal(host, values)
-    del kept
+    kept.clear()
     device.finish()
     assert device.violations == [], device.violations
     for values, expected in checks:

@@ -635,3 +635,20 @@ def test_blocks_are_advised_to_use_huge_pages(monkeypatch):
     array = block(4)
     array[...] = 1
     assert asked == [mmap.MADV_HUGEPAGE]
+
+
+def test_an_interrupt_while_blocks_are_taken_back_loses_none(monkeypatch, fresh_cache):
+    """What has not been looked at is looked at the next time, and what is in nobody's hands is unmapped."""
+
+    class Interrupting(dict):
+        def pop(self, *args):
+            monkeypatch.setattr(fresh_cache, "_leased", dict(self))
+            raise KeyboardInterrupt
+
+    array = block(4)
+    monkeypatch.setattr(fresh_cache, "_leased", Interrupting(fresh_cache._leased))
+    del array
+    with pytest.raises(KeyboardInterrupt):
+        memory.host_memory_info()
+    info = memory.host_memory_info()
+    assert (info.cached_bytes, info.in_use_bytes) == (4 * MIB, 0)

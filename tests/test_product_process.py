@@ -450,3 +450,61 @@ def test_a_piece_that_fails_leaves_everything_usable(monkeypatch, budget, failin
                     ops.matmul(a, a)
             assert calls
             assert_same_bits(ops.matmul(a, a), expected)
+
+
+@pytest.mark.parametrize("module", ["numba", "accel_ops.cpu.product_kernels"])
+def test_a_first_use_in_a_handler_during_an_import_is_an_error_and_no_hang(module):
+    """The handler's thread is the one that imports the compiler, so nothing can be compiled there."""
+    source = """
+        import importlib, signal, sys
+        import numpy as np
+        import accel_ops as ops
+        import accel_ops.products
+        errors = []
+
+        class Interrupting:
+            def find_spec(self, name, path=None, target=None):
+                if name == "numba.core.types":
+                    try:
+                        ops.matmul(np.eye(2), np.eye(2))
+                    except RuntimeError as exc:
+                        errors.append(exc)
+                return None
+
+        sys.meta_path.insert(0, Interrupting())
+        importlib.import_module(sys.argv[1])
+        assert len(errors) == 1 and "use it once beforehand" in str(errors[0]), errors
+        assert (ops.matmul(np.eye(2), np.eye(2)) == np.eye(2)).all()
+        print("done")
+    """
+    assert run_child(source, deadline_s=60, arguments=[module]) == "done\n"
+
+
+def test_a_finaliser_may_multiply_while_another_product_is_compiled():
+    """It runs on the thread that compiles, which does not wait for itself."""
+    source = """
+        import gc, os, tempfile
+        os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp()
+        import numpy as np
+        import accel_ops as ops
+        results = []
+
+        class Multiplying:
+            def __del__(self):
+                results.append(ops.matmul(np.eye(2), np.eye(2)))
+
+        ops.matmul(np.eye(2, dtype="f4"), np.eye(2, dtype="f4"))
+        import numba.core.compiler
+        compile_ir = numba.core.compiler.CompilerBase._compile_core
+
+        def interrupted(self):
+            numba.core.compiler.CompilerBase._compile_core = compile_ir
+            Multiplying()
+            return compile_ir(self)
+
+        numba.core.compiler.CompilerBase._compile_core = interrupted
+        ops.matmul(np.eye(2, dtype="c16"), np.eye(2, dtype="c16"))
+        assert len(results) == 1 and (results[0] == np.eye(2)).all()
+        print("done")
+    """
+    assert run_child(source, deadline_s=120) == "done\n"

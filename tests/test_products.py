@@ -4,6 +4,7 @@ Values are small integers wherever results are compared exactly: every sum of th
 """
 
 import math
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_ops as ops
+from accel_ops.cpu import matrix_products
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(code) for code in ("f2", "f4", "f8", "F", "D")]
@@ -669,3 +671,20 @@ def test_no_terms_give_zero(name, dtype):
     out = np.full((2, 3), 5).astype(dtype)
     ops.matmul(np.ones((2, 0), dtype), np.ones((0, 3), dtype), out=out)
     assert_same_bits(out, np.zeros((2, 3), dtype))
+
+
+def test_a_handler_that_multiplies_while_memory_is_taken_leaves_it_valid(monkeypatch):
+    """Each thread has one panel; a handler may come in between and take one too."""
+    real = matrix_products.address
+    monkeypatch.setattr(matrix_products, "_memory", threading.local())
+
+    def interrupted(array):
+        monkeypatch.setattr(matrix_products, "address", real)
+        matrix_products.scratch()
+        return real(array)
+
+    monkeypatch.setattr(matrix_products, "address", interrupted)
+    start = matrix_products.scratch()
+    kept_at, memory = matrix_products._memory.panel
+    assert start == kept_at == matrix_products.scratch()
+    assert memory.ctypes.data <= start < memory.ctypes.data + memory.nbytes

@@ -130,11 +130,13 @@ class BlockCache:
         return lease
 
     def _take_back(self) -> None:
+        # An interrupt may come at any point: what has not been looked at stays in the queue, and a block that nobody
+        # has goes back to where it comes from.
         while self._returned:
-            with contextlib.suppress(IndexError):  # another thread took the last one
-                reference = self._returned.popleft()
-                self._leased.pop(id(reference), None)
-                if isinstance(reference, _Return):
+            with contextlib.suppress(IndexError, ValueError):  # another thread was faster
+                reference = self._returned[0]
+                is_mine = self._leased.pop(id(reference), None) is not None
+                if is_mine and isinstance(reference, _Return):
                     block = reference.block
                     block.retire()
                     block.freed = next(self._releases)
@@ -142,6 +144,7 @@ class BlockCache:
                     if blocks is None:
                         blocks = self._free.setdefault(block.size, collections.deque())
                     blocks.append(block)
+                self._returned.remove(reference)
 
     def _coming_back(self) -> int:
         """Return the bytes of the blocks in use that will be kept."""

@@ -12,10 +12,9 @@ import os
 import sys
 import threading
 import time
-from types import FrameType
 from typing import Any
 
-from accel_ops.cpu.native import SLOW_IMPORTS, is_being_imported, the_compiler
+from accel_ops.cpu.native import is_being_imported, is_importing_here, the_compiler
 
 __all__: list[str] = []
 
@@ -42,17 +41,6 @@ def _foreign_locks() -> list[Any]:
     return locks
 
 
-def _is_importing_here() -> bool:
-    """Return whether this fork comes from within such an import, by a signal handler say."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if frame.f_code.co_name == "<module>" and package in (*SLOW_IMPORTS, "accel_ops"):
-            return True
-        frame = frame.f_back
-    return False
-
-
 class _Fork:
     """What one fork holds: the right to compile, and the locks around compilation elsewhere."""
 
@@ -64,7 +52,7 @@ class _Fork:
         deadline = time.monotonic() + _DEADLINE_S
         while not the_compiler.take_unless_held_here(self) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        while is_being_imported() and not _is_importing_here() and time.monotonic() < deadline:
+        while is_being_imported() and not is_importing_here() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for lock in _foreign_locks():
             self._locks.append(lock)  # first, so that an interrupt cannot leave it taken and forgotten

@@ -124,11 +124,12 @@ def _is_packed(m: int, b: Array) -> bool:
 def scratch() -> int:
     """Return the address of memory for one panel, the calling thread's own, kept for its next piece."""
     try:
-        start: int = _memory.start
+        start, _ = _memory.panel
     except AttributeError:
-        _memory.panel = np.empty(_PANEL_BYTES, np.uint8)
-        start = _memory.start = -(-address(_memory.panel) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
-    return start
+        memory = np.empty(_PANEL_BYTES, np.uint8)
+        start = -(-address(memory) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        _memory.panel = (start, memory)  # in one step: a handler may come in between and do the same
+    return int(start)
 
 
 def multiply_split(product: Product) -> None:

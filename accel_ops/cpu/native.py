@@ -16,10 +16,9 @@ import importlib
 import itertools
 import mmap
 import sys
-import threading
 import time
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from accel_ops.cpu import pool
@@ -32,6 +31,7 @@ __all__ = [
     "has_address_space",
     "import_apart",
     "is_being_imported",
+    "is_importing_here",
     "kept",
     "require",
     "run_apart_until_done",
@@ -69,7 +69,7 @@ class Claim:
 
     def take(self, attempt: object) -> bool:
         """Take the right if it is free; return whether this attempt has it."""
-        return self._holder.setdefault("holder", (threading.get_ident(), attempt))[1] is attempt
+        return self._holder.setdefault("holder", (pool.acting_thread(), attempt))[1] is attempt
 
     def drop(self, attempt: object) -> None:
         """Give the right back if this attempt has it."""
@@ -78,7 +78,7 @@ class Claim:
 
     def take_unless_held_here(self, attempt: object) -> bool:
         """Take the right if it is free; return whether no other thread has it now."""
-        return self.take(attempt) or self._holder.get("holder", (0, None))[0] == threading.get_ident()
+        return self.take(attempt) or self._holder.get("holder", (0, None))[0] == pool.acting_thread()
 
     def held_for(self, work: Callable[[], _Result]) -> _Result:
         """Do some work when no other thread has the right, and let none take it meanwhile."""
@@ -174,7 +174,22 @@ def import_apart(name: str) -> ModuleType:
 
 
 def run_apart_until_done(function: Callable[[], _Result]) -> _Result:
-    """Run a function on a thread that no signal reaches; again if it is lost, with that thread, by a fork."""
+    """Run a function on a thread that no signal reaches; again if it is lost, with that thread, by a fork.
+
+    Raises
+    ------
+    RuntimeError
+        This thread is in the middle of an import that the function waits for: a signal handler or a finaliser has
+        come in between.
+    """
+    if is_importing_here():
+        msg = (
+            "what is imported or compiled at its first use cannot be used by a signal handler or a finaliser in the "
+            "middle of an import of it or of its compiler; use it once beforehand"
+        )
+        raise RuntimeError(msg)
+    if _is_compiling_here():
+        return function()
     result = None
     while result is None:
         result = pool.run_apart(function, _ATTEMPT_S)
@@ -186,6 +201,24 @@ def is_being_imported() -> bool:
     names = [*SLOW_IMPORTS, *(name for name in tuple(sys.modules) if name.startswith("accel_ops."))]
     specs = (getattr(sys.modules.get(name), "__spec__", None) for name in names)
     return any(getattr(spec, "_initializing", False) for spec in specs)
+
+
+def is_importing_here() -> bool:
+    """Return whether this thread is in the middle of such an import."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if frame.f_code.co_name == "<module>" and package in (*SLOW_IMPORTS, "accel_ops"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_compiling_here() -> bool:
+    """Return whether this thread is in the middle of a compilation of Numba's, whose lock it can take again."""
+    numba_compiler = sys.modules.get("numba.core.compiler_lock")
+    lock = getattr(getattr(numba_compiler, "global_compiler_lock", None), "_lock", None)
+    return lock is not None and bool(lock._is_owned())
 
 
 def require(feature: str) -> None:

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from accel_ops.cpu.floating_point import reset_floating_point_environment
 
-__all__ = ["Call", "CallCancelledError", "is_inside_call", "run", "run_apart", "size"]
+__all__ = ["Call", "CallCancelledError", "acting_thread", "is_inside_call", "run", "run_apart", "size"]
 
 # A wait that is not a signal handler's business still looks up this often, because an exception set from
 # another thread (PyThreadState_SetAsyncExc) does not end a wait for a lock.
@@ -36,6 +36,7 @@ _POLL_S = 0.02
 
 _Result = TypeVar("_Result")
 
+_apart = threading.local()  # on a thread of `run_apart`: that it is one, and who waits for it
 _inside_call: contextvars.ContextVar[bool] = contextvars.ContextVar("accel_ops_inside_call", default=False)
 
 
@@ -92,16 +93,21 @@ def run_apart(function: Callable[[], _Result], patience_s: float) -> _Result | N
     """Run a function on a thread of its own, which no signal interrupts, and return its result.
 
     The caller waits, so that no more threads are busy than before. An interrupt ends the waiting and not the
-    function; so does running out of patience, which returns None. Where no thread can be had the caller runs it.
+    function; so does running out of patience, which returns None. Where no thread can be had the caller runs it, and
+    where it is such a thread itself: what it needs may be what it is in the middle of.
     """
+    if getattr(_apart, "is_here", False):
+        return function()
     ended: queue.SimpleQueue[tuple[_Result | None, BaseException | None]] = queue.SimpleQueue()
 
     def body() -> None:
+        _apart.is_here, _apart.caller = True, caller
         try:
             ended.put((function(), None))
         except BaseException as exc:  # noqa: BLE001 - raised by the caller
             ended.put((None, exc))
 
+    caller = threading.get_ident()
     process = os.getpid()  # before the start, in the middle of which a handler may fork
     try:
         _thread.start_new_thread(body, ())
@@ -115,6 +121,12 @@ def run_apart(function: Callable[[], _Result], patience_s: float) -> _Result | N
                 raise failure
             return result
     return None
+
+
+def acting_thread() -> int:
+    """Return the thread for which this code works: the waiting one, on a thread of `run_apart`."""
+    caller: int = getattr(_apart, "caller", 0)
+    return caller or threading.get_ident()
 
 
 class CallCancelledError(Exception):

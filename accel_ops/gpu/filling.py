@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from accel_ops.cpu.memory import address
-from accel_ops.gpu.driver import Driver
+from accel_ops.gpu.driver import Driver, forked_error
 
 __all__ = ["Filling"]
 
@@ -46,6 +47,7 @@ class Filling:
 
     def __init__(self, driver: Driver, copying: int, array: Array, slots: Sequence[Array]) -> None:
         self._driver, self._copying, self._array = driver, copying, array
+        self._process = os.getpid()
         self._caller = driver.current_stream()
         self.result = driver.empty(array.shape, array.dtype, self._caller)
         self._target = driver.address(self.result)
@@ -66,6 +68,8 @@ class Filling:
         part = self._parts.get(index)
         if part is None:
             return
+        if self._process != os.getpid():
+            raise forked_error()
         part.unfilled.pop(index, None)
         if part.unfilled:
             return

@@ -73,17 +73,17 @@ class PinnedMemory:
 
     def _free(self) -> None:
         """Free the memory of blocks that were given up, as far as the device has done with it."""
-        for _ in range(len(self._given_up)):
-            with contextlib.suppress(IndexError):  # another thread took the last one
-                allocation = self._given_up.popleft()
-                assert isinstance(allocation, _Allocation)  # noqa: S101 - what _allocate has made
-                if not allocation.events:  # it was given up with its lease
-                    allocation.events += [self._driver.record(stream) for stream in self._streams]
-                if all(self._driver.has_happened(event) for event in allocation.events):
-                    self._allocations.pop(id(allocation), None)
+        for reference in tuple(self._given_up):
+            allocation = self._allocations.get(id(reference))
+            if allocation is None:  # another thread has freed it
+                continue
+            if not allocation.events:  # it was given up with its lease
+                allocation.events += [self._driver.record(stream) for stream in self._streams]
+            if all(self._driver.has_happened(event) for event in tuple(allocation.events)):
+                if self._allocations.pop(id(reference), None) is not None:
                     self._driver.free_pinned(allocation.block_address)
-                else:
-                    self._given_up.append(allocation)
+                with contextlib.suppress(ValueError):  # another thread took it out
+                    self._given_up.remove(reference)
 
 
 class _Block:
