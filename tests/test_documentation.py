@@ -33,7 +33,7 @@ def test_the_examples_of_a_page_are_right(page):
 
 def test_every_public_name_is_exported_and_documented():
     """The package's names are those of __all__, each with a docstring, and functions with a runnable example."""
-    public = {name for name in vars(accel_ops) if not name.startswith("_")}
+    public = {name for name in dir(accel_ops) if not name.startswith("_")}
     modules = {name for name in public if type(getattr(accel_ops, name)).__name__ == "module"}
     assert public - modules == set(accel_ops.__all__)
     assert list(accel_ops.__all__) == sorted(accel_ops.__all__)

@@ -208,7 +208,8 @@ def is_importing_here() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if frame.f_code.co_name == "<module>" and package in (*SLOW_IMPORTS, "accel_ops"):
+        is_ours = frame.f_code.co_name == "<module>" and package in (*SLOW_IMPORTS, "accel_ops")
+        if is_ours and getattr(frame.f_globals.get("__spec__"), "_initializing", False):
             return True
         frame = frame.f_back
     return False
