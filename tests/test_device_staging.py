@@ -526,3 +526,20 @@ def test_the_adversary_catches_a_mutant(name, monkeypatch):
 
     with pytest.raises(AssertionError):
         try_schedules()
+
+
+def test_a_part_that_could_not_be_sent_is_sent_when_its_slot_is_filled_again(device, monkeypatch):
+    """A failed copy leaves the slot unfilled, and nothing garbled behind."""
+    batch = ops.batch([(1000,)], float, accelerator=0)
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "copy_to_device", fail)
+        with pytest.raises(MemoryError):
+            batch[0] = np.ones(1000)
+    with pytest.raises(ops.UnfilledSlotError):
+        _ = batch.staged
+    batch[0] = np.ones(1000)
+    assert (seen(device, batch.staged) == 1).all()

@@ -79,8 +79,8 @@ class Filling:
             return
         try:
             self._send(part)
-        except BaseException:
-            part.unsent.append(None)  # to be sent when a slot of it is filled again
+        except BaseException:  # an interrupt too: it is to be sent when a slot of it is filled again
+            part.unsent.append(None)
             raise
 
     def _send(self, part: _Part) -> None:

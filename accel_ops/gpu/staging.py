@@ -30,9 +30,9 @@ __all__ = ["CHUNK_BYTES", "N_CHUNKS", "DeviceStaging", "Part", "cut", "staging_f
 
 Array = np.ndarray[Any, Any]
 
+# None of these has been measured on a device.
 CHUNK_BYTES = 16 << 20  # what all threads fill together: twice what is worth waking them for
 N_CHUNKS = 3  # one that is filled, one that travels, and one that has just arrived
-# Neither has been measured on a device.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
